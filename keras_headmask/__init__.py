@@ -114,8 +114,12 @@ if TYPE_CHECKING:  # at run time `__getattr__` imports them on first use
         to_additive,
     )
     from keras_headmask.retrofit import hugging_face
-    from keras_headmask.retrofit.apply import apply_head_masks
-    from keras_headmask.retrofit.masked_model import mask_specs, summary_masks, unmasked
+    from keras_headmask.retrofit.apply import (
+        apply_head_masks,
+        mask_specs,
+        summary_masks,
+        unmasked,
+    )
     from keras_headmask.rules.evaluation import make_mask
 
 _HOMES = {
@@ -136,8 +140,7 @@ _HOMES = {
     "look.plotting": "plot plot_attention",
     "masks": "and_masks from_additive from_torch not_mask or_masks to_additive",
     "retrofit": "hugging_face",
-    "retrofit.apply": "apply_head_masks",
-    "retrofit.masked_model": "mask_specs summary_masks unmasked",
+    "retrofit.apply": "apply_head_masks mask_specs summary_masks unmasked",
     "rules.evaluation": "make_mask",
 }
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names.split()}

@@ -24,7 +24,7 @@ import keras_headmask as hm
 from keras_headmask import _keras
 from keras_headmask.attention.tuning import forward_only, is_dense_scope, is_forward_only
 from keras_headmask.layers import grouped_query, masked, multi_head
-from keras_headmask.retrofit import masked_model, wrap
+from keras_headmask.retrofit import masked_attention, masked_model
 from keras_headmask.retrofit.adapters import adapter_of
 
 BACKEND = keras.backend.backend()
@@ -112,7 +112,8 @@ def test_a_keras_that_is_too_old_is_refused_at_import():
         (hm.PerHeadMaskedGroupedQueryAttention, GQA),
         (masked.MaskedAttention, MHA),
         (masked.MaskedAttention, GQA),
-        *((cls, _keras.Functional) for cls in (wrap.MaskedLayer, masked_model.HeadMasked)),
+        (masked_attention.Part, MHA),
+        *((cls, _keras.Functional) for cls in (masked_model.InnerModel, masked_model.MaskedModel)),
     ],
 )
 def test_our_classes_override_nothing_else(ours, stock):

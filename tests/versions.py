@@ -32,15 +32,18 @@ SEEN_BY = {
     "retrofit/test_retrofit": {
         "test_a_rule_is_what_the_loops_say": (
             "_compute_attention COMPUTE_ATTENTION arguments_of argument_names "
-            "run_anew track layers_of file_under filed_name GLOBAL_CUSTOM_NAMES"
+            "layers_of file_under tensors_by_input GLOBAL_CUSTOM_NAMES"
         ),
-        "test_an_input_that_the_model_lacks": "untrack GRAPH",
         "test_a_subclass_that_computes_attention_itself_is_refused": (
             "has_own_softmax MASKED_SOFTMAX"
         ),
-        "test_a_sequential_model": "Functional functional_of operations",
-        "test_a_graph_older_than_the_rule_of_its_layers_takes_none": "is_whole",
-        "test_a_whole_mask_is_an_input_with_a_head_axis": "add_to_last_call",
+        "test_a_whole_mask_is_an_input_with_a_head_axis": "set_inputs",
+    },
+    "retrofit/test_frame": {
+        "test_it_obeys_whenever_it_is_called": "Functional functional_of operations",
+        "test_inputs_that_only_rules_read_come_and_go": "file_as REGISTERED_OBJS_TO_NAMES",
+        "test_what_is_built_from_layers_inside_is_refused": "before_cloning",
+        "test_whole_models_in_hdf5_are_refused": "in_hdf5 global_state",
     },
     "retrofit/test_hidden_attention": {
         "test_the_graph_inside_a_sequential_model_is_not_taken_for_hidden": (
@@ -50,7 +53,6 @@ SEEN_BY = {
     },
     "retrofit/test_never_unmasked": {
         "test_a_copy_has_vocabularies": "layers_in_file",
-        "test_a_clone_function_that_makes_stock_attention_is_refused": "after_cloning",
     },
     "retrofit/test_subclassed": {
         "test_a_model_that_keras_cannot_build_is_not_loaded_in_part": "has_in_file query_in_files",
@@ -59,10 +61,6 @@ SEEN_BY = {
         "test_rematerialised_layers_find_the_rule_again": (
             "REMATERIALIZED_CALL remat_mode set_remat_mode"
         ),
-    },
-    "retrofit/test_compiled": {
-        "test_a_model_that_a_tf_function_has_traced_is_refused": "function_type traces",
-        "test_its_own_functions_are_made_anew": "is_of_trainer",
     },
     "attention/test_derivatives": {
         "test_a_map_refuses_tiles": "in_vectorized_map",

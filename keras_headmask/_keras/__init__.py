@@ -188,11 +188,6 @@ def is_assisted(task: Any) -> bool:
 
 # What a layer runs in place of `call` under a RematScope.
 REMATERIALIZED_CALL = "rematerialized_call"
-# What a graph is made of; swapped as one when a model gets an input.
-GRAPH = (  # noqa: SIM905  # (a list would take a line for each)
-    "_inputs_struct _inputs _outputs_struct _outputs _nodes _nodes_by_depth _operations "
-    "_operations_by_depth"
-).split()
 
 # A layer and all tracked layers inside, where attention is found.
 layers_of = operator.methodcaller("_flatten_layers")
@@ -252,11 +247,6 @@ def nodes(graph: keras.Model) -> Iterator[Any]:
         yield from graph._nodes_by_depth[depth]
 
 
-def is_whole(graph: keras.Model) -> bool:
-    """Whether its layers still know all calls of a graph, which `run_anew` of another forgets."""
-    return all(any(x is node for x in calls_of(node.operation)) for node in nodes(graph))
-
-
 def made_by(tensor: Any) -> tuple[Any, list[Any]]:
     """The operation that made a symbolic tensor, and what it read; `None` if nothing made it."""
     operation, index, _ = getattr(tensor, "_keras_history", (None, 0, 0))
@@ -301,15 +291,15 @@ def taken_by_inputs(model: keras.Model, arguments: Any) -> list[tuple[Any, Any]]
     return list(zip(flat, model.inputs, strict=True)) if len(flat) == len(model.inputs) else []
 
 
-def add_to_last_call(layer: Any, more: dict[str, Any]) -> None:
-    """Note in the graph that the last symbolic call of `layer` had `more` arguments."""
-    node = layer._inbound_nodes[-1]
-    known = node.arguments
-    node.arguments = type(known)(*known.args, **known.kwargs | more)
-    for tensor in node.input_tensors[len(known.keras_tensors) :]:
-        operation = made_by(tensor)[0]
-        if operation is not None:
-            operation._outbound_nodes.append(node)
+def tensors_by_input(graph: keras.Model, inputs: Any) -> dict[str, Any]:
+    """The tensors of a call of a functional model, by the names of its inputs."""
+    values = graph._standardize_inputs(inputs)
+    return {x.name: value for x, value in zip(graph.inputs, values, strict=True)}
+
+
+def set_inputs(graph: keras.Model, inputs: Any) -> None:
+    """Let a functional model take `inputs`; its layers read those that they read before."""
+    vars(graph).update(_inputs_struct=inputs, _inputs=keras.tree.flatten(inputs))
 
 
 def copy_values(source: Any, target: Any) -> None:
@@ -322,6 +312,7 @@ def copy_values(source: Any, target: Any) -> None:
         arguments = keras.tree.flatten((node.arguments.args, node.arguments.kwargs))
         return {id(x): x for x in arguments if keras.ops.is_tensor(x)}
 
+    vars(target)["_called"] = source._called  # (Keras exports no other model to ONNX)
     graphs = [x for x in map(functional_of, (source, target)) if isinstance(x, Functional)]
     calls = [[x for x in nodes(graph) if values(x)] for graph in graphs]
     for old, new in zip(*calls, strict=False) if len(calls) == 2 else ():
@@ -332,33 +323,6 @@ def copy_values(source: Any, target: Any) -> None:
             new.arguments = type(new.arguments)(*args, **kwargs)
 
 
-def run_anew(graph: keras.Model, call: Any) -> Any:
-    """The outputs of `graph`, each operation called anew by `call(operation, args, kwargs)`.
-
-    A new call takes the place of the old one, so that `layer.output` is the new tensor.
-    """
-    old: dict[int, tuple[list[Any], list[Any], int]] = {}  # all calls, those replaced, how many
-    for node in nodes(graph):
-        if not node.is_input:
-            calls = node.operation._inbound_nodes
-            old.setdefault(id(node.operation), (calls, [], len(calls)))[1].append(node)
-    outputs = graph._run_through_graph(
-        graph.inputs,
-        operation_fn=lambda operation: lambda *args, **kwargs: call(operation, args, kwargs),
-    )
-    for calls, replaced, count in old.values():
-        made, calls[count:] = calls[count:], []
-        for node, new in zip(replaced, made, strict=True):
-            place = calls.index(node)
-            calls[place] = new
-            for tensor in node.input_tensors:
-                outbound = made_by(tensor)[0]._outbound_nodes
-                outbound[:] = [x for x in outbound if x is not node]
-            for tensor in new.outputs:
-                tensor._keras_history = tensor._keras_history._replace(node_index=place)
-    return outputs
-
-
 def uncompile(model: keras.Model, source: keras.Model) -> None:
     """Undo `compile`, which KerasHub's tasks call when they are made; the sampler is `source`'s."""
     find("keras.src.models.model.Trainer").__init__(model)
@@ -366,18 +330,6 @@ def uncompile(model: keras.Model, source: keras.Model) -> None:
         delattr(model, name)
     sampling = {"sampler": getattr(source, "sampler", None), "generate_function": None}
     vars(model).update({k: x for k, x in sampling.items() if hasattr(source, k)})
-
-
-def track(model: keras.Model, layer: Any) -> None:
-    """Let `model` hold a layer that its graph has got."""
-    model._tracker.track(layer)
-    if not any(x is layer for x in model._layers):  # before Keras 3.15 they stood apart
-        model._layers.append(layer)
-
-
-def untrack(model: keras.Model, layer: Any) -> None:
-    """Let `model` go of a layer that its graph has no more."""
-    model._layers[:] = [x for x in model._layers if x is not layer]
 
 
 def set_remat_mode(layer: Any, mode: Any) -> None:

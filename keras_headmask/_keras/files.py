@@ -11,16 +11,25 @@ from keras_headmask._keras.lookup import find
 saving_lib = find("keras.src.saving.saving_lib")
 KerasSaveable = find("keras.src.saving.keras_saveable.KerasSaveable")
 GLOBAL_CUSTOM_NAMES = find("keras.src.saving.object_registration.GLOBAL_CUSTOM_NAMES")
-
-
-def filed_name(cls: type) -> str:
-    """The name under which a registered class is filed."""
-    return GLOBAL_CUSTOM_NAMES[cls]
+REGISTERED_OBJS_TO_NAMES = find("keras.src.api_export.REGISTERED_OBJS_TO_NAMES")
+global_state = find("keras.src.backend.common.global_state")
 
 
 def file_under(cls: type, name: str) -> None:
     """Save objects of `cls` under `name`, without registering the class for that name."""
     GLOBAL_CUSTOM_NAMES[cls] = name
+
+
+def file_as(cls: type, stock: type) -> None:
+    """Save objects of `cls` as those of `stock`."""
+    for names in (GLOBAL_CUSTOM_NAMES, REGISTERED_OBJS_TO_NAMES):
+        if stock in names:
+            names[cls] = names[stock]
+
+
+def in_hdf5() -> bool:
+    """Whether a whole model is being saved in HDF5, whose reader finds classes by name alone."""
+    return bool(global_state.get_global_attribute("use_legacy_config", False))
 
 
 def file_weights_under(name: str, other: str) -> None:

@@ -30,19 +30,15 @@ def around_exports(scopes: Mapping[str, Callable[[], AbstractContextManager]]) -
         setattr(export, name, in_scope)
 
 
-def after_cloning(see: Callable[[Any, Any], None]) -> None:
-    """Call `see(operation, clone)` for what the `clone_function` of `clone_model` returns."""
-
-    def wrap(clone_function: Any = None, *args: Any, **kwargs: Any) -> Callable:
-        clone = usual(clone_function, *args, **kwargs)
-
-        def clone_and_see(operation: Any) -> Any:
-            copy = clone(operation)
-            see(operation, copy)
-            return copy
-
-        return clone_and_see
-
+def before_cloning(see: Callable[[Any], None]) -> None:
+    """Call `see(model)` for each model that `clone_model` calls anew layer by layer."""
     cloning = find("keras.src.models.cloning")
-    usual = cloning._wrap_clone_function
-    cloning._wrap_clone_function = wrap
+    for name in ("_clone_functional_model", "_clone_sequential_model"):
+        usual = getattr(cloning, name)
+
+        @functools.wraps(usual)
+        def see_and_clone(model: Any, *args: Any, usual: Callable = usual, **kwargs: Any) -> Any:
+            see(model)
+            return usual(model, *args, **kwargs)
+
+        setattr(cloning, name, see_and_clone)

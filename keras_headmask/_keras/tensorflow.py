@@ -8,8 +8,6 @@ from typing import Any
 
 import keras
 
-from keras_headmask._keras.lookup import find
-
 # Attributes of a function in a graph: stays one function; XLA compiles it.
 NOT_INLINED = {"_noinline": True}
 XLA_MUST_COMPILE = "_XlaMustCompile"
@@ -161,24 +159,6 @@ def are_as_long(one: Any, other: Any) -> bool:
         return operation.outputs[tensor.value_index]
 
     return source(one) is source(other)
-
-
-def function_type() -> type:
-    """The class of what `tf.function` makes: those that traced a model would miss its new rule."""
-    from tensorflow.python.eager.polymorphic_function.polymorphic_function import Function
-
-    return Function
-
-
-def traces(function: Any) -> list[Any]:
-    """The traces of a `tf.function`, each with the `variables` that it reads."""
-    return list(function._function_cache.values())
-
-
-def is_of_trainer(function: Any) -> bool:
-    """Whether `fit`, `evaluate` or `predict` made a `tf.function`: Keras makes those anew."""
-    module = getattr(function.python_function, "__module__", None)
-    return module == find("keras.src.backend.tensorflow.trainer").__name__
 
 
 def is_function_graph(graph: Any) -> bool:

@@ -14,7 +14,7 @@ import keras
 from keras_headmask import _keras
 from keras_headmask.export import checking
 from keras_headmask.export.signature import named_outputs, signature_of, traced
-from keras_headmask.retrofit.survey import Survey
+from keras_headmask.retrofit.find import Found
 
 _PAST = 2**63  # versions are int64
 
@@ -112,7 +112,7 @@ def export_saved_model(
             f"{keras.backend.backend()}. Save the model as .keras; load and export it in a process "
             "with KERAS_BACKEND=tensorflow."
         )
-    signature = signature_of(Survey(model))
+    signature = signature_of(Found(model))
     base = _checked_base(base_path)
     _checked_version(version, base)
     cases = [] if check is False else checking.cases(signature, check)

@@ -10,7 +10,7 @@ import keras
 from keras_headmask import _keras
 from keras_headmask.attention.tuning import forward_only
 from keras_headmask.masks import Tensor
-from keras_headmask.retrofit.survey import Survey
+from keras_headmask.retrofit.find import Found
 
 _NAME = re.compile(r"[A-Za-z][A-Za-z0-9_]*")
 # Ops that run Python code, or a compiler that a server starts only with special flags.
@@ -28,7 +28,7 @@ class Input(NamedTuple):
 class Signature(NamedTuple):
     """A model with its inputs by name; `structure` has these names where its call takes tensors."""
 
-    survey: Survey  # of the model
+    survey: Found  # of the model
     inputs: dict[str, Input]
     structure: Any
 
@@ -37,7 +37,7 @@ class Signature(NamedTuple):
         return named_outputs(self.survey.model(filled))
 
 
-def signature_of(survey: Survey) -> Signature:
+def signature_of(survey: Found) -> Signature:
     """How the model of `survey` is called, by its graph."""
     model, graph = survey.model, survey.graph
     if graph is None:

@@ -1,8 +1,9 @@
-"""`generate()` of a causal language model under rules.
+"""`generate()` of KerasHub's tasks under rules.
 
-KerasHub's own code runs: its sampler, its loop, its cache of all keys. A step gets the newest token
-alone, so what the rules read of the whole text is kept beside the keys, in one structure, of which
-a sampler picks examples.
+KerasHub's own code runs: its sampler, its loop, its cache of all keys. It calls the layers of the
+model, not the model, so the frame is opened here. A step gets the newest token alone: for a causal
+language model, what the rules read of the whole text is kept beside the keys, in one structure, of
+which a sampler picks examples.
 """
 
 from collections.abc import Mapping
@@ -15,10 +16,10 @@ from keras import ops
 from keras_headmask import _keras, masks
 from keras_headmask.attention.tuning import holding
 from keras_headmask.masks import Tensor
-from keras_headmask.retrofit import masked_model
-from keras_headmask.retrofit.call import Frame, opened_frame
-from keras_headmask.retrofit.edges import HeadMaskInputs, names_read
-from keras_headmask.retrofit.rule import LayerRule, attention_inside, rules_in_force, whole_masks
+from keras_headmask.retrofit.adapters import attention
+from keras_headmask.retrofit.frame import Frame, opened
+from keras_headmask.retrofit.masked_model import MaskedModel, add_kind
+from keras_headmask.retrofit.rule import STATE, LayerRule, rules_of, whole_masks
 
 _TOKENS, _PADDING = "token_ids", "padding_mask"  # the inputs of KerasHub's models
 _GENERATED = "generated"  # a mask input: true at the tokens that `generate()` writes
@@ -33,17 +34,29 @@ else:
     _CausalLM = object
 
 
-class HeadMaskedCausalLM(masked_model.HeadMasked, _CausalLM):
-    """A causal language model of KerasHub's under rules, which generates text."""
+class Generates(MaskedModel, _CausalLM):
+    """A task of KerasHub's under rules; those on positions hold while it generates text."""
 
     def generate_step(self, inputs: Mapping[str, Any], *args: Any, **kwargs: Any) -> Any:
         # KerasHub makes a `tf.function` of this method, so AutoGraph rewrites it: for a `super()`
         # without arguments it puts a function that keeps the model alive for good.
-        stock = super(HeadMaskedCausalLM, self).generate_step  # noqa: UP008
-        if _keras.is_assisted(self):  # its drafts read KerasHub's cache
-            return stock(inputs, *args, **kwargs)
-        with holding(_text, self._read_by_rules(inputs)):
-            return stock(inputs, *args, **kwargs)
+        with self._opened({}):
+            return super(Generates, self).generate_step(inputs, *args, **kwargs)  # noqa: UP008
+
+    def _opened(self, inputs: dict[str, Tensor]) -> AbstractContextManager[Frame]:
+        """A frame in which this model and those inside it have `inputs`."""
+        owners = {rule.owner for layer in attention(self) for rule in rules_of(layer)}
+        return opened({model: vars(model)[STATE].prepared(inputs) for model in owners})
+
+
+class GeneratesFromCache(Generates):
+    """A causal language model under rules, which also hold if they read its text."""
+
+    def generate_step(self, inputs: Mapping[str, Any], *args: Any, **kwargs: Any) -> Any:
+        # (An assisted one drafts by another model, which reads KerasHub's cache.)
+        text = None if _keras.is_assisted(self) else self._read_by_rules(inputs)
+        with holding(_text, text):
+            return super(GeneratesFromCache, self).generate_step(inputs, *args, **kwargs)  # noqa: UP008
 
     def call_with_cache(
         self, token_ids: Tensor, cache: Any, cache_update_index: Any, *args: Any, **kwargs: Any
@@ -56,12 +69,11 @@ class HeadMaskedCausalLM(masked_model.HeadMasked, _CausalLM):
                 if name in inputs:
                     new = ops.cast(new, "int32")
                     inputs[name] = ops.slice_update(inputs[name], (0, cache_update_index), new)
-        if not inputs:
-            return forward(token_ids, cache, cache_update_index, *args, **kwargs)
-        rows = {name: _rows(x, token_ids, cache_update_index) for name, x in inputs.items()}
+        known = inputs or {}
+        rows = {name: _rows(x, token_ids, cache_update_index) for name, x in known.items()}
         with self._opened(rows):
             outputs = forward(token_ids, cache, cache_update_index, *args, **kwargs)
-        return *outputs[:2], {"keys": outputs[2], "inputs": inputs}
+        return (*outputs[:2], {"keys": outputs[2], "inputs": inputs}) if inputs else outputs
 
     def score(
         self, token_ids: Tensor, padding_mask: Tensor | None = None, *args: Any, **kwargs: Any
@@ -73,17 +85,9 @@ class HeadMaskedCausalLM(masked_model.HeadMasked, _CausalLM):
         with self._opened(self._read_by_rules(inputs, "score")):
             return super().score(token_ids, padding_mask, *args, **kwargs)
 
-    def _opened(self, inputs: dict[str, Tensor]) -> AbstractContextManager[Frame]:
-        """A frame in which each owner of a rule has `inputs`, and what all layers share of them."""
-        for layer in _keras.layers_of(self):
-            if isinstance(layer, HeadMaskInputs):
-                inputs = inputs | layer({name: inputs[name] for name in names_read(layer)})
-        owners = {id(rule.owner): rule.owner for rule in self._rules() if rule.owner is not None}
-        return opened_frame(owners.values(), inputs, None)
-
     def _rules(self) -> list[LayerRule]:
-        in_force = (rule for x in attention_inside(self) for rule in rules_in_force(x))
-        return [rule for rule in in_force if rule.restricts]
+        rules = (rule for layer in attention(self) for rule in rules_of(layer))
+        return [rule for rule in rules if rule.restricts]
 
     def _read_by_rules(
         self, inputs: Mapping[str, Any], method: str = "generate"
@@ -136,7 +140,9 @@ def _rows(x: Tensor, token_ids: Tensor, index: Any) -> Tensor:
     return ops.slice(x, (0, 0, index, 0), (batch, heads, ops.shape(token_ids)[1], length))
 
 
-masked_model.add_kind(
-    HeadMaskedCausalLM,
-    lambda model: all(hasattr(model, name) for name in ("generate_step", "call_with_cache")),
-)
+add_kind(GeneratesFromCache, lambda model: _has(model, "generate_step", "call_with_cache"))
+add_kind(Generates, lambda model: _has(model, "generate_step"))
+
+
+def _has(model: Any, *names: str) -> bool:
+    return all(hasattr(model, name) for name in names)

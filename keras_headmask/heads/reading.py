@@ -11,8 +11,8 @@ from keras import ops
 from keras_headmask import _keras, masks
 from keras_headmask.attention import observers
 from keras_headmask.retrofit.adapters import AttentionLayer, without_remat
+from keras_headmask.retrofit.find import Found
 from keras_headmask.retrofit.select import selected
-from keras_headmask.retrofit.survey import Survey
 from keras_headmask.rules import evaluation, fields
 from keras_headmask.rules.base import MaskSpec
 from keras_headmask.rules.examples import padding_inputs
@@ -52,7 +52,7 @@ def attention_probabilities(
            [0., 0., 1.]], dtype=float32)
     """
     check_inputs(model, by_name(model, inputs))
-    survey = Survey(model)
+    survey = Found(model)
     entries = survey.known  # by default all, if none is out of reach
     if layers is not None or not survey.known or survey.unknown:
         entries = selected(survey, layers)
@@ -160,7 +160,7 @@ def read(
     argument that passes them. They must stand in the texts.
     """
     fields.whole_number(batch_size, "batch_size", at_least=1)
-    entries = selected(Survey(model), layers)
+    entries = selected(Found(model), layers)
     if others := [entry for entry in entries if entry.kind == "cross"]:
         raise ValueError(
             f"The layer {others[0]} attends to another sequence; heads are measured within one. "

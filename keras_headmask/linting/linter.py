@@ -115,13 +115,13 @@ def lint(
 def _of_model(model: Any, inputs: Mapping[str, Any] | None, sizes: Any) -> Findings:
     """See `lint`. Where a layer computes a probability above 0, it allows the pair."""
     from keras_headmask.retrofit.adapters import without_remat  # needs all of retrofit/
+    from keras_headmask.retrofit.find import Found
     from keras_headmask.retrofit.made_up import plain
     from keras_headmask.retrofit.observe import watched
-    from keras_headmask.retrofit.survey import Survey
 
     if not isinstance(model, keras.Model):
         check_spec(model, "rule", "hm.lint(SPEC)")  # raises
-    survey = Survey(model)
+    survey = Found(model)
     if survey.graph is None or not survey.rules:
         raise TypeError(f"`rule` must be a functional model with rules. Received: {model!r}.")
     tensors = plain(survey) if inputs is None else {n: np.asarray(x) for n, x in inputs.items()}

@@ -14,7 +14,7 @@ import keras
 
 from keras_headmask.look import drawing
 from keras_headmask.look.grid import grid_of
-from keras_headmask.retrofit.survey import Survey
+from keras_headmask.retrofit.find import Found
 from keras_headmask.rules import words
 from keras_headmask.rules.base import MaskSpec, leaves
 
@@ -55,7 +55,7 @@ def _pre(lines: Iterable[str]) -> str:
 def _model_html(model: keras.Model) -> str | None:
     """The layers under a rule, and their rules; `None` for a model without one."""
     layers: dict[tuple[MaskSpec, int], list[str]] = {}
-    survey = Survey(model)
+    survey = Found(model)
     for entry in survey.known:
         if (spec := survey.rules.get(entry.path)) is not None:
             layers.setdefault((spec, entry.num_heads), []).append(entry.path)

@@ -83,10 +83,10 @@ def plot_attention(
     >>> "attention outside the mask: 0 pairs" in " ".join(figure.get_suptitle().split())
     True
     """
+    from keras_headmask.retrofit.find import Found
     from keras_headmask.retrofit.observe import observe  # needs all of retrofit/
-    from keras_headmask.retrofit.survey import Survey
 
-    seen = observe(Survey(model), inputs, layer, 0)
+    seen = observe(Found(model), inputs, layer)
     _, count, queries, keys = seen.probabilities.shape
     chosen = list(range(count))
     if heads is not None:

@@ -17,7 +17,6 @@ from keras_headmask import _keras, masks
 from keras_headmask.attention import observers
 from keras_headmask.attention.logits import Changes
 from keras_headmask.rules.base import MaskSpec
-from keras_headmask.rules.offsets import checked_offset
 from keras_headmask.rules.positions import Window
 
 _OPERANDS = "query", "key", "value", "attention_mask"
@@ -470,11 +469,6 @@ def holds(outer: Any, inner: Any) -> bool:
     return any(x is inner for x in _keras.layers_of(outer))
 
 
-def is_inside(layer: Any, owner: Any) -> bool:
-    """Whether `owner` is a layer inside `layer`."""
-    return owner is not layer and holds(layer, owner)
-
-
 @contextlib.contextmanager
 def without_remat(root: keras.Layer) -> Iterator[None]:
     """Run layers of a RematScope without it: remat copies or traces tensors."""
@@ -534,21 +528,7 @@ class AttentionLayer(NamedTuple):
 # Where KerasHub's layers take the position of the first query, the outermost layer first.
 _CACHES = "self_attention_cache", "attention_cache", "cache"
 _OFFSETS = tuple(f"{name}_update_index" for name in _CACHES)
-_OFFSET = "query_offset"  # of our own layers; stock ones under a rule take it, too
-
-
-def taken_offset(layer: Any, kwargs: dict[str, Any], symbolic: bool) -> Any:
-    """`query_offset`, taken out of the arguments of attention whose class does not know it."""
-    if adapter_of(layer) is None or _OFFSET in _keras.argument_names(layer):
-        return None
-    offset = kwargs.pop(_OFFSET, None)
-    if offset is not None and symbolic:
-        raise ValueError(
-            f"`{_OFFSET}` of the attention layer '{layer.name}' is for calls on numbers: a graph "
-            f"does not keep it. Received: {offset!r}. In a functional model use "
-            "PerHeadMaskedMultiHeadAttention, which has the argument."
-        )
-    return None if offset is None else checked_offset(offset)
+_OFFSET = "query_offset"  # of our own layers
 
 
 def offset_of_call(layer: Any, args: Any, kwargs: Any, outer: Any) -> Any:

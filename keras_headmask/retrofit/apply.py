@@ -1,12 +1,12 @@
 """A mask for every head of a model people already have."""
 
 import json
-from collections.abc import Mapping
+import re
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import keras
 
-from keras_headmask import _keras
 from keras_headmask.retrofit.adapters import (
     OF_KERAS,
     AttentionLayer,
@@ -14,15 +14,17 @@ from keras_headmask.retrofit.adapters import (
     errors_naming,
     holds,
 )
-from keras_headmask.retrofit.masked_model import copied, masked, owners_in
-from keras_headmask.retrofit.rule import LayerRule, all_rules, combined, rules_in_force
+from keras_headmask.retrofit.copying import copied
+from keras_headmask.retrofit.find import Found
+from keras_headmask.retrofit.frame import ALONE, in_own_function
+from keras_headmask.retrofit.masked_model import MaskedModel, drop_compiled, masked, unmask
+from keras_headmask.retrofit.rule import STATE, LayerRule, is_masked, rules_of, spec_of
 from keras_headmask.retrofit.select import specs_by_layer
-from keras_headmask.retrofit.sources import Planned, check_inputs, sources_of
-from keras_headmask.retrofit.stale import check_not_traced, drop_all_that_run
-from keras_headmask.retrofit.survey import Survey
+from keras_headmask.retrofit.sources import check_inputs, new_inputs, sources_of
 from keras_headmask.rules import config
 from keras_headmask.rules.base import MaskSpec
 from keras_headmask.rules.by_head import check_heads, restricts
+from keras_headmask.rules.words import aligned, numbers_in_words
 
 _WAYS = ("error", "and", "replace")
 
@@ -38,17 +40,19 @@ def apply_head_masks(
 ) -> keras.Model:
     """`model` with a mask for every head of its attention layers; same weights, names and outputs.
 
-    The rule lives in the layers, ANDed with whatever masks the model has of its own. What is built
-    on the result, cut from it, cloned, copied, saved or exported obeys. (`import keras_headmask`
-    before loading a file.) KerasHub's backbones and tasks keep their class; `GPT2CausalLM`
-    generates under the rule.
+    The result obeys whenever it is called: alone, as a layer of another model, in `fit`, `predict`
+    and `generate`, in files and exports. (`import keras_headmask` before loading a file.) The rule
+    is ANDed with whatever masks the model has of its own. The model keeps its class:
+    KerasHub's `GPT2CausalLM` generates under the rule. What is built from layers *inside* it raises
+    at its first call: mask last, or call the masked model as a layer,
+    `keras.Model(masked.input, head(masked.output))`.
 
-    What the rule reads is taken from the model's inputs by name, and handed to each masked layer as
-    `head_mask_inputs`, edges of the graph. With `add_inputs=True`, a name that the model lacks
-    becomes a new `keras.Input`, integer or boolean `(batch, length)`, at the end of a list of
-    inputs or under its name in a dict of them. (`MaskInput`: `(batch, heads, queries, keys)`.) In
-    cross-attention, a rule that reads `x` on both sides takes the inputs `decoder_x` and
-    `encoder_x` if the model has them, and else `query_x` and `key_x`.
+    What the rule reads is taken from the inputs of each call by name; of a subclassed model, from
+    its arguments and the keys of dicts. With `add_inputs=True`, a name that a graph lacks becomes a
+    new `keras.Input`, integer or boolean `(batch, length)`, at the end of a list of inputs or under
+    its name in a dict of them. (`MaskInput`: `(batch, heads, queries, keys)`.) In cross-attention,
+    a rule that reads `x` on both sides takes the inputs `decoder_x` and `encoder_x` if the model
+    has them, and else `query_x` and `key_x`.
 
     The ids of a rule are read in the order and the dtype of the model's input: a model that
     reverses, shifts or packs its sequence must get ids in the order that attention sees, and an
@@ -63,18 +67,19 @@ def apply_head_masks(
         model: A model that holds `keras.layers.MultiHeadAttention`, a subclass that computes by
             `_compute_attention`, `PerHeadMaskedMultiHeadAttention`, or the attention of KerasHub's
             Llama, Gemma and others (docs/decoders.md: a rule names their query heads), in nested
-            layers and models too. A Sequential model whose rule reads inputs comes back as a
-            functional one. Without a graph, a subclassed model takes rules on positions alone.
+            layers and models too: functional, Sequential or subclassed.
         mask_spec: A `MaskSpec`, its config (a dict, or JSON text), or a mapping from selectors of
             layers to specs: `{"0-1": a, "2": b}`. (Not `2: b`: a number may mean a head.)
         layers: Which attention layers: `None` for all self-attention; a number, counted over
             self-attention in forward order; an inclusive range `"0-3"`; a regex on layer paths,
             such as `"decoder.*cross"`, which alone names cross-attention; a tuple or list of
             those. Self or cross is known by the tensors of the calls, and else by the name.
-        existing: What to do where a layer has a rule already: `"error"`, `"and"` or `"replace"`.
+        existing: What to do where a layer has a rule already: `"error"`, `"and"` or `"replace"`. A
+            model around a masked one may only add to its rule.
         copy: Whether to leave `model` as it is and return a copy, not compiled. With `False` the
             model itself is masked, and stays compiled. Keras retraces `fit` and `predict`, also of
-            models around it; recreate your own `jax.jit` and `torch.compile` functions.
+            models around it. A `tf.function`, `jax.jit` or `torch.compile` of your own that has
+            traced it goes on without the rule: make it anew.
         add_inputs: Whether the model gets a new input for each name that the rule reads and the
             model lacks. With `False` such a name is an error.
         ignore: A regex on paths, or a list of them: layers and operations that may attend without
@@ -86,8 +91,7 @@ def apply_head_masks(
         any model that is made of it.
 
     Raises:
-        TypeError: if `model` is not a Keras model, or has no graph and the rule reads inputs; if a
-            spec or selector is of another type.
+        TypeError: if `model` is not a Keras model; if a spec or selector is of another type.
         ValueError: if a selector names no layer, the key of a mapping is a number, no input of the
             model has a name that the rule reads (unless `add_inputs=True`), something may attend
             without the rule that neither `ignore` nor `layers` allows, a layer gets two rules, a
@@ -95,9 +99,8 @@ def apply_head_masks(
             regex names it, the class of a layer overrides how Keras computes attention, `existing`,
             `ignore` or the JSON of a spec is not valid, copying the model is not possible, a
             Sequential model has no graph yet, or attention runs in a `tf.function` inside the
-            model. With `copy=False`, if a `tf.function` has traced the model, or a Sequential model
-            gets a rule that reads inputs.
-            From the result, when a masked layer is called without what its rule reads.
+            model. From the result, when a call lacks what a rule reads, and when a layer of it is
+            called, cloned or saved outside of it.
         RuntimeError: from the result, when a masked layer does not use its rule, or runs in a
             `tf.function` inside the model.
 
@@ -120,38 +123,30 @@ def apply_head_masks(
     if hasattr(model, "set_attn_implementation"):
         used = "use `hm.hugging_face.mask_heads(model, rule)`."
         raise TypeError(f"{type(model).__name__} is a PyTorch model: {used}")
-    survey = Survey(model)
-    _check_graph(survey)
+    found = Found(model)
+    _check_model(found)
     if existing not in _WAYS:
         raise ValueError(f"`existing` must be one of {_WAYS}. Received: {existing!r}.")
     rule = _from_text(mask_spec) if isinstance(mask_spec, str) else mask_spec
-    return masked_by(survey, rule, layers, existing, copy, add_inputs, ignore)
-
-
-def masked_by(
-    survey: Survey,
-    mask_spec: MaskSpec | Mapping[Any, Any],
-    layers: Any = None,
-    existing: str = "error",
-    copy: bool = True,
-    add_inputs: bool = False,
-    ignore: Any = None,
-) -> keras.Model:
-    """The masked model, made from a `Survey`; `ignore`: see `specs_by_layer`."""
-    specs = specs_by_layer(mask_spec, layers, survey, ignore)
-    rules = {i: _rule(survey, survey.known[i], spec, existing) for i, spec in specs.items()}
-    planned = [(survey.known[i], rule) for i, rule in rules.items()]
-    _check_hands_on(survey, planned, copy)
-    check_inputs(survey, planned, add_inputs)  # before any change
-    for entry, rule in planned:
-        check_obeys(entry, rule.spec)
-    if not copy:
-        drop_all_that_run([entry.layer for entry, _ in planned])
-        return masked(survey.model, [(entry.layer, rule) for entry, rule in planned])
-    twin = copied(survey)
-    known = Survey(twin).known  # (this runs it, which shows functions that are traced inside)
-    check_not_traced([known[i].layer for i in rules])
-    return masked(twin, [(known[i].layer, rule) for i, rule in rules.items()])
+    specs = specs_by_layer(rule, layers, found, ignore)
+    entries = [found.known[i] for i in specs]
+    pairs = zip(entries, specs.values(), strict=True)
+    planned = [(entry, _rule(found, entry, spec, existing)) for entry, spec in pairs]
+    inputs: list[Any] = []
+    if found.graph is not None:
+        check_inputs(found, planned, add_inputs)  # before any change
+        inputs = list(new_inputs(found.inputs, [one for _, one in planned]).values())
+    for entry, one in planned:
+        _check_obeys(entry, one.spec)
+        if id(entry.layer) in found.in_functions:
+            raise ValueError(in_own_function(entry.layer.name))
+    twins = [(entry.layer, entry.layer) for entry in entries]
+    if copy:
+        model, twins = copied(model, found.untracked)
+    else:
+        drop_compiled([entry.layer for entry in entries])
+    of_model = {id(layer): twin for layer, twin in twins}
+    return masked(model, [(of_model[id(x.layer)], one) for x, one in planned], inputs)
 
 
 def _from_text(text: str) -> Any:
@@ -169,68 +164,47 @@ def _from_text(text: str) -> Any:
         ) from error
 
 
-def _check_graph(survey: Survey) -> None:
-    model, graph = survey.model, survey.graph
-    if graph is not None and not _keras.is_whole(graph):
-        raise ValueError(
-            f"The graph of '{model.name}' is older than a rule that `copy=False` gave to its "
-            "layers. Build the model anew, on tensors of the masked one."
-        )
-    if isinstance(model, keras.Sequential) and (graph is None or not model.built):
+def _check_model(found: Found) -> None:
+    model = found.model
+    if is_masked(model) and not isinstance(model, MaskedModel):
+        what = f"A rule was given to '{model.name}', a part"
+        raise ValueError(ALONE.format(what=what, model=vars(model)[STATE].owner.name))
+    if isinstance(model, keras.Sequential) and (found.graph is None or not model.built):
         raise ValueError(
             f"The Sequential model '{model.name}' has no graph yet: start it with a keras.Input, "
             "or call its `build`, before it gets a rule."
         )
 
 
-def _check_hands_on(survey: Survey, planned: Planned, copy: bool) -> None:
-    """Raise if a rule reads inputs and the model has no graph to hand them on."""
-    model, reads = survey.model, sorted({name for _, rule in planned for name in rule.spec.inputs})
-    if reads and not copy and isinstance(model, keras.Sequential):
-        raise ValueError(
-            f"The rule reads {reads}, which a Sequential model cannot hand on to its layers: pass "
-            "copy=True, which returns a functional model. Rules on positions alone hold in place."
-        )
-    if reads and survey.graph is None:
-        raise TypeError(
-            f"`{type(model).__name__}` is a subclassed model without a graph, and the rule reads "
-            f"{reads}, which its code cannot hand on. Make the model functional, or use "
-            "PerHeadMaskedMultiHeadAttention in its code and call it with `mask_inputs`. Rules on "
-            "positions alone hold in any model."
-        )
-
-
-def _rule(survey: Survey, entry: AttentionLayer, spec: MaskSpec, existing: str) -> LayerRule:
+def _rule(found: Found, entry: AttentionLayer, spec: MaskSpec, existing: str) -> LayerRule:
     """The rule of one layer, joined with the one that the model gave it before."""
-    layer, model = entry.layer, survey.model
-    beneath = combined(layer, rules_in_force(layer))
+    layer, model, beneath = entry.layer, found.model, spec_of(entry.layer)
     if existing == "error" and beneath is not None:
         raise ValueError(
             f"The attention layer {entry} has a rule already: {beneath!r}. Pass existing='and' to "
             "keep both, or existing='replace'."
         )
-    owners = {id(x) for x in owners_in(model, layer)}
-    own = next((rule for rule in all_rules(layer) if id(rule.owner) in owners), None)
-    around = (rule for rule in all_rules(layer) if rule is not own and holds(rule.owner, model))
-    if any(rule.replaces for rule in around):
+    own = next((rule for rule in rules_of(layer) if rule.owner is model), None)
+    others = [rule.owner for rule in rules_of(layer) if rule is not own]
+    held = all(holds(model, owner) for owner in others)
+    if others and (not held or existing == "replace"):
+        why = "inside, which a rule from around may only add to" if held else "around"
         raise ValueError(
-            f"The rule of the attention layer {entry} was replaced by a model around "
-            f"'{model.name}', where a rule of '{model.name}' would not hold. Give the rule to the "
-            "model around it."
+            f"The attention layer {entry} has a rule of the model '{others[0].name}' {why}. Give "
+            "this rule to that model."
         )
-    replaces = existing == "replace" and beneath is not None
-    if own is not None:
-        spec = own.spec & spec if existing == "and" else spec
-        others = combined(layer, tuple(r for r in rules_in_force(layer) if r is not own))
-        replaces = own.replaces or (replaces and others is not None)
+    if own is not None and existing == "and":
+        spec = own.spec & spec
+    own_spec = getattr(layer, "mask_spec", None)  # of a layer of ours
+    replaces = own_spec is not None and (existing == "replace" or getattr(own, "replaces", False))
     spec.get_config()  # raises for a spec that could not be saved
     with errors_naming(entry):
-        check_heads(spec, entry.num_heads, adapted(entry.layer).num_key_heads)
-    sources = sources_of(entry, spec, survey.inputs)
+        check_heads(spec, entry.num_heads, adapted(layer).num_key_heads)
+    sources = sources_of(entry, spec, found.inputs)
     return LayerRule(spec, entry.num_heads, sources, replaces, is_cross=entry.kind == "cross")
 
 
-def check_obeys(entry: AttentionLayer, spec: MaskSpec) -> None:
+def _check_obeys(entry: AttentionLayer, spec: MaskSpec) -> None:
     """Raise if the class of a layer computes attention by code of its own that no adapter knows."""
     adapter = adapted(entry.layer)
     is_of_keras = isinstance(entry.layer, OF_KERAS)
@@ -240,3 +214,69 @@ def check_obeys(entry: AttentionLayer, spec: MaskSpec) -> None:
             f"`{adapter.overridden}`, where a rule holds. Leave the layer out by `layers=`, or do "
             "not override that."
         )
+
+
+def mask_specs(model: keras.Model) -> dict[str, MaskSpec]:
+    """The rule of each attention layer of `model` that has one, by the path of the layer.
+
+    Args:
+        model: Any Keras model: a masked one, one built on its layers or its tensors, one that holds
+            it, or one with layers of `PerHeadMaskedMultiHeadAttention`.
+
+    Returns:
+        All that a layer obeys, as one spec: its own rule and those of `apply_head_masks`.
+
+    >>> import keras_headmask as hm
+    >>> x = keras.Input((None, 8))
+    >>> model = keras.Model(x, keras.layers.MultiHeadAttention(2, 4, name="attention")(x, x))
+    >>> mask_specs(hm.apply_head_masks(model, hm.Window(1, 1)))
+    {'attention': Window(before=1, after=1)}
+    """
+    return Found(model).rules
+
+
+def summary_masks(model: keras.Model, print_fn: Callable[[str], Any] = print) -> None:
+    """Print the attention layers: numbers, path, class, heads, self, cross or unclear, rule.
+
+    The numbers are those by which `layers` of `apply_head_masks` names self-attention. Layers with
+    equal rules, and paths that differ in numbers alone, are one row: `*` stands for the numbers.
+
+    Args:
+        model: Any Keras model.
+        print_fn: Called with each line.
+    """
+    rows: dict[tuple[str, ...], list[tuple[int | None, str]]] = {}
+    for number, entry in Found(model).numbered():
+        heads = f"{'?' if entry.num_heads is None else entry.num_heads} heads"
+        name, spec = type(entry.layer).__name__, repr(spec_of(entry.layer))
+        equal = _NUMBER.sub("", entry.path), name, heads, entry.kind, spec
+        rows.setdefault(equal, []).append((number, entry.path))
+    lines = []
+    for (_, *row), layers in rows.items():
+        numbers, paths = zip(*layers, strict=True)
+        place = "-" if None in numbers else numbers_in_words(numbers)
+        of_all = f"{_NUMBER.sub('*', paths[-1])} ({len(paths)} layers)"
+        lines.append((place, of_all if len(paths) > 1 else paths[0], *row))
+    for line in aligned(lines):
+        print_fn(line)
+
+
+_NUMBER = re.compile(r"_?\d+")
+
+
+def unmasked(model: keras.Model) -> keras.Model:
+    """A stock model with the weights of `model`, without the rules of `apply_head_masks`.
+
+    `model` stays as it is. A layer of `PerHeadMaskedMultiHeadAttention` keeps its own rule.
+
+    Args:
+        model: Any Keras model with masked layers: cut, extended, nested.
+
+    Returns:
+        A copy, not compiled. Inputs that the rules alone read are gone.
+
+    Raises:
+        ValueError: if copying the model is not possible.
+    """
+    found = Found(model)
+    return unmask(copied(model, found.untracked)[0])

@@ -66,7 +66,7 @@ def mask_heads(model: Any, mask_spec: Any, layers: Any = None) -> Any:
         raise TypeError(f"`model` must be a Hugging Face model. Received: {type(model).__name__}.")
     if any({"head_mask", "head_mask_hooks"} & vars(x).keys() for x in model.modules()):
         raise ValueError("The model has rules already. `unmask` it, and pass them joined by `&`.")
-    found: Any = types.SimpleNamespace(known=_attention(model), unknown=[])  # as a `Survey` has it
+    found: Any = types.SimpleNamespace(known=_attention(model), unknown=[])  # as a `Found` has it
     specs = [(found.known[n], x) for n, x in specs_by_layer(mask_spec, layers, found).items()]
     for entry, spec in specs:
         check_heads(spec, *_num_heads(entry.layer))

@@ -6,7 +6,7 @@ from typing import Any
 import keras
 import numpy as np
 
-from keras_headmask.retrofit.survey import Survey
+from keras_headmask.retrofit.find import Found
 from keras_headmask.rules.base import MaskSpec, leaves
 from keras_headmask.rules.examples import marks_padding
 
@@ -18,7 +18,7 @@ _OF_QUERIES, _LENGTH, _REAL = ("query", "decoder"), 24, 0.75
 
 
 def made_up(
-    survey: Survey,
+    found: Found,
     rules: Iterable[MaskSpec],
     batch: int,
     length: int,
@@ -32,7 +32,7 @@ def made_up(
     a rule reads by a name that no input has is taken to come from the first input of ids.
 
     Args:
-        survey: Of the model that reads them.
+        found: Of the model that reads them.
         rules: What is to have something to decide.
         batch: The number of examples.
         length: The number of positions.
@@ -44,7 +44,7 @@ def made_up(
     """
     rng = np.random.default_rng([seed, batch, length])
     all_leaves = [leaf for spec in rules for leaf in leaves(spec)]
-    inputs = survey.inputs if inputs is None else inputs
+    inputs = found.inputs if inputs is None else inputs
     first_ids = next((name for name, x in inputs.items() if _holds_ids(name, x)), None)
     arrays: Arrays = {}
     for name, x in inputs.items():
@@ -62,7 +62,7 @@ def made_up(
             names = {side + read for side in _SIDES for read in leaf.inputs}
             if name in names or (name == first_ids and names.isdisjoint(inputs)):
                 readers.append(leaf)
-        below = min((layer.input_dim for layer in survey.embeddings_of(name)), default=None)
+        below = min((layer.input_dim for layer in found.embeddings_of(name)), default=None)
         wanted = [i for leaf in readers for i in leaf.sampling.ids if below is None or i < below]
         if "float" in dtype:
             value: np.ndarray = rng.normal(size=shape)
@@ -88,11 +88,11 @@ def _holds_ids(name: str, x: Any) -> bool:
     return is_whole and len(x.shape) == 2 and not marks_padding(name)
 
 
-def plain(survey: Survey) -> Arrays:
+def plain(found: Found) -> Arrays:
     """Two examples with a padded tail: ids 1, masks true; 0 where padded."""
     arrays: Arrays = {}
-    most = min(_LENGTH, survey.longest_sequence or _LENGTH)
-    for name, tensor in survey.inputs.items():
+    most = min(_LENGTH, found.longest_sequence or _LENGTH)
+    for name, tensor in found.inputs.items():
         of_queries = name.split("_")[0] in _OF_QUERIES
         length = most if of_queries else max(1, most * 2 // 3)
         shape = [2, *(length if size is None else size for size in tensor.shape[1:])]

@@ -1,308 +1,371 @@
-"""Models under rules: what their layers obey, and a class for models with a config of their own.
+"""The masked model: its class opens a frame with its inputs around the `call` of its stock class.
 
-Models of KerasHub, for one, are functional models of a class whose code builds the graph. Under
-rules such a model gets a subclass made for it. Its config holds that of the stock model, and the
-rules, which are applied again when it is loaded.
+Its config holds that of the stock model, and the rules, which are applied again when it is loaded.
 """
 
+import contextlib
 import dataclasses
-import pathlib
-import re
-import tempfile
-from collections.abc import Callable, Mapping
+import functools
+import gc
+import inspect
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import AbstractContextManager
 from typing import Any
 
 import keras
 
-from keras_headmask import _keras
-from keras_headmask.retrofit.adapters import holds, is_inside
-from keras_headmask.retrofit.edges import rewire
+from keras_headmask import _keras, masks
+from keras_headmask.attention import observers
+from keras_headmask.attention.tuning import adapt_exports
+from keras_headmask.layers.call_checks import supports_unknown_lengths
+from keras_headmask.retrofit.adapters import attention, holds
+from keras_headmask.retrofit.frame import ALONE, SHAPES, current_frame, filing, is_filing, opened
+from keras_headmask.retrofit.masked_attention import (
+    Part,
+    Remats,
+    become,
+    become_part,
+    become_stock,
+    obey,
+)
 from keras_headmask.retrofit.rule import (
+    STATE,
     LayerRule,
-    attention_inside,
     entries,
+    names_in,
+    prepared_names,
     rules_config,
     rules_from_config,
-    spec_of,
+    rules_of,
     stock_and_rules,
 )
-from keras_headmask.retrofit.sources import new_inputs
-from keras_headmask.retrofit.survey import Survey
-from keras_headmask.retrofit.wrap import (
-    MaskedLayer,
-    add_rule,
-    mask,
-    stock_config,
-    to_file,
-    unmask,
-    wait,
-)
-from keras_headmask.rules.base import MaskSpec
-from keras_headmask.rules.words import aligned, numbers_in_words
+from keras_headmask.rules.base import leaves
+from keras_headmask.rules.protocol import Sides
 
-
-def mask_specs(model: keras.Model) -> dict[str, MaskSpec]:
-    """The rule of each attention layer of `model` that has one, by the path of the layer.
-
-    Args:
-        model: Any Keras model: a masked one, one built on its layers or its tensors, one that holds
-            it, or one with layers of `PerHeadMaskedMultiHeadAttention`.
-
-    Returns:
-        All that a layer obeys, as one spec: its own rule and those of `apply_head_masks`.
-
-    >>> import keras_headmask as hm
-    >>> x = keras.Input((None, 8))
-    >>> model = keras.Model(x, keras.layers.MultiHeadAttention(2, 4, name="attention")(x, x))
-    >>> mask_specs(hm.apply_head_masks(model, hm.Window(1, 1)))
-    {'attention': Window(before=1, after=1)}
-    """
-    return Survey(model).rules
-
-
-def summary_masks(model: keras.Model, print_fn: Callable[[str], Any] = print) -> None:
-    """Print the attention layers: numbers, path, class, heads, self, cross or unclear, rule.
-
-    The numbers are those by which `layers` of `apply_head_masks` names self-attention. Layers with
-    equal rules, and paths that differ in numbers alone, are one row: `*` stands for the numbers.
-
-    Args:
-        model: Any Keras model.
-        print_fn: Called with each line.
-    """
-    rows: dict[tuple[str, ...], list[tuple[int | None, str]]] = {}
-    for number, entry in Survey(model).numbered():
-        heads = f"{'?' if entry.num_heads is None else entry.num_heads} heads"
-        name, spec = type(entry.layer).__name__, repr(spec_of(entry.layer))
-        equal = _NUMBER.sub("", entry.path), name, heads, entry.kind, spec
-        rows.setdefault(equal, []).append((number, entry.path))
-    lines = []
-    for (_, *row), layers in rows.items():
-        numbers, paths = zip(*layers, strict=True)
-        place = "-" if None in numbers else numbers_in_words(numbers)
-        of_all = f"{_NUMBER.sub('*', paths[-1])} ({len(paths)} layers)"
-        lines.append((place, of_all if len(paths) > 1 else paths[0], *row))
-    for line in aligned(lines):
-        print_fn(line)
-
-
-_NUMBER = re.compile(r"_?\d+")
 _FILED_AS = "keras_headmask>HeadMaskedModel"
 
 
-class HeadMasked(MaskedLayer):
-    """Adds rules to the class of a functional model that has a config of its own."""
+class Compiles(Remats):
+    """A model with rules inside, which XLA may compile on TensorFlow if its lengths are known."""
 
-    def _is_filed_inside(self, rule: LayerRule) -> bool:
-        own = any(rule.owner is x for x in _keras.operations(self))
-        return not own and is_inside(self, rule.owner)
+    @property
+    def supports_jit(self) -> bool:
+        inputs = getattr(_keras.functional_of(self), "inputs", ())
+        rules = (rule for layer in attention(self) for rule in rules_of(layer))
+        is_unknown = any(None in x.shape[1:2] for x in inputs)
+        if is_unknown and any(rule.restricts for rule in rules):
+            return supports_unknown_lengths(self)
+        return vars(self).get("supports_jit", vars(self).get("_supports_jit", True))
+
+    @supports_jit.setter
+    def supports_jit(self, value: bool) -> None:
+        self.__dict__["supports_jit"] = value
+
+
+class InnerModel(Compiles, Part):
+    """A functional model inside a masked one, as the backbone of a task.
+
+    Called alone, it obeys if the model around it passes on to it, under the same names, all inputs
+    that its rules read.
+    """
+
+    def call(self, *args: Any, **kwargs: Any) -> Any:
+        with self._alone(lambda: named_inputs(self, super(InnerModel, self).call, args, kwargs)):
+            return super().call(*args, **kwargs)
+
+    def compute_output_spec(self, *args: Any, **kwargs: Any) -> Any:
+        with self._alone(lambda: SHAPES):
+            return super().compute_output_spec(*args, **kwargs)
+
+    def _alone(self, tensors: Callable[[], Any]) -> AbstractContextManager[Any]:
+        owner = vars(self)[STATE].owner
+        state = vars(owner)[STATE]
+        rules = [rule for layer in attention(self) for rule in rules_of(layer)]
+        passed = state.passed_on.get(id(self), set())
+        if id(owner) in current_frame().tensors or observers.are_rules_off():
+            return contextlib.nullcontext()
+        if not all(rule.owner is owner and passed.issuperset(rule.reads) for rule in rules):
+            return contextlib.nullcontext()  # then the attention inside raises
+        given = tensors()
+        return opened({owner: given if given is SHAPES else state.prepared(given)})
+
+
+class MaskedModel(Compiles):
+    """Adds rules to the class of a model: functional, Sequential or subclassed."""
+
+    def call(self, *args: Any, **kwargs: Any) -> Any:
+        state, call = vars(self)[STATE], super().call
+        if state.waiting and current_frame().tensors.get(id(self)) is SHAPES:
+            return call(*args, **kwargs)  # to make layers
+        state.make_whole(self, lambda: self.compute_output_spec(*args, **kwargs))
+        off = observers.are_rules_off()
+        tensors = {} if off else state.prepared(named_inputs(self, call, args, kwargs))
+        with opened({self: tensors}) as frame:
+            outputs = call(*args, **kwargs)
+        for layer, rule in () if off else state.obeyed:
+            if rule.restricts and id(layer) not in frame.used:
+                raise RuntimeError(
+                    f"The rule of the attention layer '{layer.name}' was not used in this call of "
+                    f"'{self.name}': either the layer did not run, or it ran in a function that "
+                    "was compiled before, or its class computed attention without "
+                    "`_compute_attention`, as KerasHub's do inside vLLM. Leave it out by `layers=`."
+                )
+        return outputs
+
+    def compute_output_spec(self, *args: Any, **kwargs: Any) -> Any:
+        with opened({self: SHAPES}):
+            return super().compute_output_spec(*args, **kwargs)
+
+    @property
+    def output(self) -> Any:
+        """What this model returns as a layer, so that a model built on it calls it whole."""
+        state = vars(self)[STATE]
+        graph = _keras.functional_of(self)
+        if id(self) in current_frame().tensors or not isinstance(graph, _keras.Functional):
+            return super().output
+        if state.as_a_layer is None:
+            state.as_a_layer = self(graph.input)
+        return state.as_a_layer
+
+    @property
+    def outputs(self) -> list[Any]:
+        """Those of the stock model in its own `call`, which opened the frame; else see `output`."""
+        if id(self) in current_frame().tensors:
+            return super().outputs
+        return keras.tree.flatten(self.output)
 
     def get_config(self) -> dict[str, Any]:
-        """The config of the stock model, the rules of its graph, and those of a model around it."""
-        owners = {id(x) for x in _keras.operations(self)}
-        filed = to_file(self)
-        own = [(place, rule) for place, rule in filed if id(rule.owner) in owners]
-        config = {
-            "model": stock_config(self, filed),
-            "mask_specs": rules_config(own),
-        }
-        outer = [one for one in filed if one not in own]
-        count = {"attention": len(attention_inside(self))}
-        return config | count | {"rules": rules_config(outer)} if outer else config
+        if _keras.files.in_hdf5():
+            raise ValueError(
+                f"A whole model in HDF5 cannot hold the rules of '{self.name}': its reader knows "
+                "no classes made for rules. Save `model.keras`, or `model.weights.h5` alone."
+            )
+        state, layers = vars(self)[STATE], attention(self)
+        if state.stock is None:  # always the same object: files know shared layers by id
+            state.stock = object.__new__(type(self)._stock_class)
+        vars(state.stock).update(observers.attributes(self))
+        del vars(state.stock)[STATE]
+        if state.stock_inputs is not None:
+            _keras.set_inputs(state.stock, state.stock_inputs)
+        with filing(self):
+            for rule in (rule for layer in layers for rule in rules_of(layer)):
+                if not is_filing(rule.owner) and not holds(self, rule.owner):
+                    what = f"The config of the model '{self.name}' was asked for outside"
+                    raise ValueError(ALONE.format(what=what, model=rule.owner.name))
+            stock = keras.saving.serialize_keras_object(state.stock)
+        stock.pop("compile_config", None)
+        places = {id(layer): place for place, layer in enumerate(layers)}
+        rules = rules_config([(places[id(x)], rule) for x, rule in state.obeyed])
+        added = [[x.name, x.dtype, list(x.shape[1:])] for x in state.added]
+        config = {"model": stock, "rules": state.waiting or rules, "inputs": added}
+        return config | {"attention": state.awaited if state.waiting else len(layers)}
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any], custom_objects: Any = None) -> keras.Model:
-        model, own = stock_and_rules(config, "model", "mask_specs", custom_objects)
-        model = masked(model, list(rules_from_config(own, attention_inside(model), model.name)))
-        if outer := config.get("rules"):
-            wait(model, outer, *entries(config, "attention"))
+        stock = getattr(cls, "_stock_class", None)  # (it may be registered nowhere)
+        known = {} if stock is None else {stock.__name__: stock}
+        model, rules = stock_and_rules(config, known | dict(custom_objects or {}))
+        count, added = entries(config, "attention", "inputs")
+        inputs = [keras.Input(shape, dtype=dtype, name=name) for name, dtype, shape in added]
+        masked(model, [], inputs)
+        state = vars(model)[STATE]
+        state.waiting, state.awaited = rules, count
+        state.attach(model)
         return model
 
+    def __reduce__(self) -> Any:
+        # (Pickle cannot find the class by its name.)
+        return _keras.files.unpickle_model, super().__reduce__()[1]
 
-# Subclasses of `HeadMasked`, and for which models each is.
-_kinds: list[tuple[type, Callable[[Any], bool]]] = []
+
+class ModelState:
+    """What a masked model knows beside its stock class; Keras does not track it."""
+
+    def __init__(self) -> None:
+        self.obeyed: list[tuple[Any, LayerRule]] = []  # attention layers and their rules
+        self.parts: list[tuple[Any, Any]] = []  # leaves of the rules, and the names of their inputs
+        self.added: list[Any] = []  # inputs that the stock model lacks
+        self.stock_inputs: Any = None  # those of the stock model, if it lacks some
+        self.stock: Any = None  # a stock model to be saved in its place
+        self.as_a_layer: Any = None  # see `MaskedModel.output`
+        # By id of a model inside: names of inputs that the model around passes on as they are.
+        self.passed_on: dict[int, set[str]] = {}
+        # Rules of a file, until all attention is made that obeys them, and how much that will be.
+        self.waiting: list[dict[str, Any]] = []
+        self.awaited = 0
+
+    def attach(self, model: keras.Model) -> None:
+        """Give the rules of a file to attention, if all of it is made."""
+        layers = attention(model) if self.waiting else []
+        if self.waiting and len(layers) == self.awaited:
+            rules, self.waiting = self.waiting, []
+            masked(model, list(rules_from_config(rules, layers, model.name)))
+
+    def make_whole(self, model: keras.Model, run_for_shapes: Callable[[], Any]) -> None:
+        """Attach the rules of a file; in some models the first call makes the layers."""
+        self.attach(model)
+        if self.waiting:
+            run_for_shapes()
+            self.attach(model)
+        if self.waiting:
+            raise ValueError(
+                f"The saved rules of '{model.name}' number {self.awaited} attention layers, and it "
+                f"has {len(attention(model))}. Was it saved with another version of its code?"
+            )
+
+    def prepared(self, tensors: Mapping[str, Any]) -> dict[str, Any]:
+        """`tensors`, and what all layers share of them, as the number of each token's sentence."""
+        made = dict(tensors)
+
+        def tensor(name: str | None) -> Any:
+            return None if name is None else masks.as_mask_input(tensors[name])
+
+        for leaf, sources in self.parts:
+            pairs = {k: (x, x) if isinstance(x, str) else x for k, x in sources.items()}
+            if not all(name in tensors for pair in pairs.values() for name in names_in(pair)):
+                continue  # (attention says which)
+            sides = {
+                k: Sides(one := tensor(a), one if a == b else tensor(b))
+                for k, (a, b) in pairs.items()
+            }
+            for name, pair in leaf.prepare(sides).items():
+                names = prepared_names(leaf, name, sources)
+                made |= {k: x for k, x in zip(names, pair, strict=True) if k is not None}
+        return made
 
 
-def add_kind(kind: type[HeadMasked], fits: Callable[[Any], bool]) -> None:
-    """Let models for which `fits(model)` holds become a `kind`, not just a `HeadMasked`."""
+def named_inputs(model: Any, call: Callable, args: Any, kwargs: Any) -> dict[str, Any]:
+    """The tensors of a call by name: of the inputs of a graph, else of arguments and dict keys."""
+    graph = _keras.functional_of(model)
+    if isinstance(graph, _keras.Functional):
+        return _keras.tensors_by_input(graph, args[0] if args else kwargs["inputs"])
+    tensors: dict[str, Any] = {}
+    for name, value in inspect.signature(call).bind(*args, **kwargs).arguments.items():
+        tensors |= value if isinstance(value, Mapping) else {name: value}
+    return {name: x for name, x in tensors.items() if hasattr(x, "shape")}
+
+
+# Functions that Keras makes, and makes again when they are needed.
+_FUNCTIONS = "train_function", "test_function", "predict_function", "generate_function"
+
+
+def drop_compiled(layers: list[keras.Layer]) -> None:
+    """Drop what Keras has compiled of every model that holds one of `layers`."""
+    kinds, sought = _with_subclasses(keras.Model), {id(layer) for layer in layers}
+    # (By the type: `isinstance` reads `__class__`, at which lazy objects load something. There are
+    # millions of objects, and few classes.)
+    for model in [x for x in gc.get_objects() if type(x) in kinds]:
+        if sought & {id(layer) for layer in _keras.layers_of(model)}:
+            vars(model).update(dict.fromkeys(vars(model).keys() & set(_FUNCTIONS)))
+
+
+def _with_subclasses(kind: type) -> set[type]:
+    below: list[type] = kind.__subclasses__()
+    return {kind}.union(*(_with_subclasses(each) for each in below))
+
+
+# --- Models become masked, and stock again --------------------------------------------------------
+
+# Subclasses of `MaskedModel`, and for which models each is.
+_kinds: list[tuple[type[MaskedModel], Callable[[Any], bool]]] = []
+
+
+def add_kind(kind: type[MaskedModel], fits: Callable[[Any], bool]) -> None:
+    """Let models for which `fits(model)` holds become a `kind`, not just a `MaskedModel`."""
     _kinds.append((kind, fits))
-    _keras.files.file_under(kind, _FILED_AS)
 
 
-def _kind_for(model: keras.Model) -> type[HeadMasked]:
-    return next((kind for kind, fits in _kinds if fits(model)), HeadMasked)
-
-
-def masked(model: keras.Model, planned: list[tuple[keras.Layer, LayerRule]]) -> keras.Model:
-    """`model` itself, each attention layer of `planned` under its rule.
-
-    A Sequential one becomes functional where its rules read inputs, which are edges of a graph.
-    """
-    rules = [rule for _, rule in planned]
-    if isinstance(model, keras.Sequential) and any(rule.reads for rule in rules):
-        model = keras.Model(model.inputs[0], model.outputs[0], name=model.name)
-    has_edges = isinstance(model, _keras.Functional)
-    new = new_inputs({x.name: x for x in model.inputs}, rules) if has_edges else {}
+def masked(
+    model: Any, planned: list[tuple[Any, LayerRule]], inputs: Iterable[Any] = ()
+) -> keras.Model:
+    """`model` itself, each attention layer of `planned` under its rule; it also takes `inputs`."""
+    if not isinstance(model, MaskedModel):
+        _change_keras()
+        vars(model)[STATE] = ModelState()
+        kind = next((kind for kind, fits in _kinds if fits(model)), MaskedModel)
+        become(model, kind, _FILED_AS)
+    state, graph = vars(model)[STATE], _keras.functional_of(model)
+    _add_inputs(state, graph, list(inputs))
+    ids = {id(layer) for layer, _ in planned}
+    for around in [*_keras.layers_of(model), graph]:
+        if not ids.isdisjoint(map(id, attention(around))):
+            is_inner = isinstance(around, _keras.Functional) and around is not graph
+            become_part(around, model, InnerModel if is_inner else Part)
     for layer, rule in planned:
-        roots = owners_in(model, layer)
-        owner = next(x for x in roots if not any(is_inside(other, x) for other in roots))
-        for root in roots:  # several may hold one layer, and each hands it what it reads
-            add_rule(root, layer, dataclasses.replace(rule, owner=owner))
-    if has_edges:
-        rewire(model, new)
-        if type(model) is not _keras.Functional:  # whose file is its graph
-            mask(model, _kind_for(model))
+        rule = dataclasses.replace(rule, owner=model)
+        obey(layer, rule)
+        state.obeyed = [(x, old) for x, old in state.obeyed if x is not layer] + [(layer, rule)]
+    order = {id(x): place for place, x in enumerate(attention(model))}
+    state.obeyed.sort(key=lambda pair: order[id(pair[0])])
+    state.parts = _parts_of(rule for _, rule in state.obeyed)
+    state.passed_on = _passed_on(graph) if isinstance(graph, _keras.Functional) else {}
     return model
 
 
-def copied(survey: Survey) -> keras.Model:
-    """A copy of the surveyed model, with its rules, weights and training state."""
-    model = survey.model
-    unregistered: dict[str, type] = {}
-    for layer in _keras.layers_of(model):
-        cls = _class_in_config(layer)
-        name = cls.__name__
-        is_known = keras.saving.get_registered_name(cls) != name or cls.__module__.startswith(
-            ("keras.", "keras_hub.")
-        )
-        if not is_known and unregistered.setdefault(name, cls) is not cls:
-            raise ValueError(
-                f"Copying the model '{model.name}' is not possible: its config would confuse two "
-                f"classes named '{name}'. Register them under two names, by "
-                "keras.saving.register_keras_serializable, or, for a rule, pass copy=False, which "
-                "masks the model itself."
-            )
-    try:
-        if survey.untracked:
-            raise ValueError(
-                f"it uses weights that Keras does not track, so a copy would lack them: "
-                f"{survey.untracked}. Assign the layers that have them to attributes of those "
-                "that call them."
-            )
-        config = keras.saving.serialize_keras_object(model)
-        config.pop("compile_config", None)
-        twin = keras.saving.deserialize_keras_object(
-            config, custom_objects=unregistered, safe_mode=False
-        )
-        _check_all_there(model, twin)
-        pairs = _in_pairs(model, twin)
-        _copy_training_state(pairs)
-        _copy_weights(model, twin)
-        _copy_other_state(pairs)
-        _keras.copy_values(model, twin)
-    except Exception as error:  # (the config of a layer may raise anything)
-        raise ValueError(
-            f"Copying the model '{model.name}' is not possible: {error} Fix that, or, for a rule, "
-            "pass copy=False, which masks the model itself."
-        ) from error
-    return twin
+@functools.cache
+def _change_keras() -> None:
+    """Change what Keras does with masked models, once there is one."""
+    adapt_exports()
+    _keras.patches.before_cloning(_check_cloned)
 
 
-def _class_in_config(layer: Any) -> type:
-    """The class that a config names: masked layers have classes made for each."""
-    return getattr(type(layer), "_stock_class", type(layer))
+def _check_cloned(model: keras.Model) -> None:
+    if isinstance(model, MaskedModel):
+        raise ValueError(ALONE.format(what="A clone was asked for", model=model.name))
 
 
-Pairs = list[tuple[Any, Any]]  # each layer with its twin in the copy; the model itself, too
+def unmask(model: keras.Model) -> keras.Model:
+    """`model` as a stock model, and those inside it; its own inputs for rules are gone."""
+    for layer in list(_keras.layers_of(model)):
+        if isinstance(layer, MaskedModel):
+            state, graph = vars(layer)[STATE], _keras.functional_of(layer)
+            if layer is model and state.stock_inputs is not None:
+                _keras.set_inputs(graph, state.stock_inputs)
+            become_stock(graph)
+        become_stock(layer)
+    return model
 
 
-def _in_pairs(source: keras.Model, target: keras.Model) -> Pairs:
-    """The layers of both by the paths that files have, each before the layers inside it.
-
-    A layer without state may lack a twin: KerasHub's preprocessors make some at their first text.
-    """
-    twins = _keras.files.layers_in_file(target)
-    pairs = []
-    for path, layer in _keras.files.layers_in_file(source).items():
-        twin = twins.get(path)
-        if _class_in_config(twin) is _class_in_config(layer):
-            pairs.append((layer, twin))
-        elif layer.weights or hasattr(layer, "save_assets"):
-            raise ValueError(
-                f"its config makes a model without the layer {path!r} ({type(layer).__name__}), "
-                "whose state would be lost."
-            )
-    return pairs
-
-
-def _copy_training_state(pairs: Pairs) -> None:
-    """Adapters, what is rematerialised, and which layers are frozen: no config holds them."""
-    for layer, twin in pairs:
-        if getattr(twin, "compiled", False):
-            _keras.uncompile(twin, layer)
-        if getattr(layer, "lora_enabled", False) and not getattr(twin, "lora_enabled", False):
-            twin.enable_lora(layer.lora_rank, lora_alpha=layer.lora_alpha)
-        _keras.set_remat_mode(twin, _keras.remat_mode(layer))  # the RematScope of when it was built
-    for layer, twin in pairs:  # from the outside in, since setting it sets all layers inside
-        if twin.trainable != layer.trainable:
-            twin.trainable = layer.trainable
-
-
-def _check_all_there(source: keras.Model, target: keras.Model) -> None:
-    if len(target.weights) < len(source.weights):
-        inside = {id(w) for x in _keras.operations(source) for w in getattr(x, "weights", ())}
-        tracked = _keras.sublayers(source)
-        if missing := [x.name for x in tracked if any(id(w) not in inside for w in x.weights)]:
-            raise ValueError(
-                f"it holds layers outside of its graph, which no config holds: {missing}."
-            )
-
-
-def _copy_other_state(pairs: Pairs) -> None:
-    """State outside the weights: what layers derive from them, and vocabularies."""
-    for layer, twin in pairs:
-        if hasattr(layer, "finalize_state"):  # a Normalization, say, that was adapted
-            store: dict[str, Any] = {}
-            layer.save_own_variables(store)
-            twin.load_own_variables({k: keras.ops.convert_to_numpy(v) for k, v in store.items()})
-        if hasattr(layer, "save_assets"):
-            with tempfile.TemporaryDirectory() as folder:
-                layer.save_assets(folder)
-                if any(pathlib.Path(folder).iterdir()):
-                    twin.load_assets(folder)
-
-
-def _copy_weights(source: keras.Model, target: keras.Model) -> None:
-    if [w.shape for w in target.weights] == [w.shape for w in source.weights]:
-        for new, weight in zip(target.weights, source.weights, strict=True):
-            new.assign(keras.ops.copy(weight.value))  # JAX and torch would share the memory
-            new.trainable = weight.trainable  # LoRA freezes the kernel alone, not its layer
+def _add_inputs(state: ModelState, graph: Any, new: list[Any]) -> None:
+    """Let a graph take more inputs, which none of its layers reads."""
+    if not new:
         return
-    with tempfile.TemporaryDirectory() as folder:  # LoRA's, say, which files merge into the kernels
-        file = str(pathlib.Path(folder) / "model.weights.h5")
-        source.save_weights(file)
-        target.load_weights(file)
+    inputs = graph.input
+    if state.stock_inputs is None:
+        state.stock_inputs = inputs
+    state.added = [*state.added, *new]
+    state.as_a_layer = None
+    if isinstance(inputs, dict):
+        inputs = inputs | {x.name: x for x in new}
+    else:
+        inputs = [*(inputs if isinstance(inputs, (list, tuple)) else [inputs]), *new]
+    _keras.set_inputs(graph, inputs)
 
 
-def unmasked(model: keras.Model) -> keras.Model:
-    """A stock model with the weights of `model`, without the rules of `apply_head_masks`.
-
-    `model` stays as it is. A layer of `PerHeadMaskedMultiHeadAttention` keeps its own rule.
-
-    Args:
-        model: Any Keras model with masked layers: cut, extended, nested.
-
-    Returns:
-        A copy, not compiled. Inputs that the rules alone read are gone.
-
-    Raises:
-        ValueError: if copying the model is not possible.
-    """
-    twin = copied(Survey(model))
-    layers = list(_keras.layers_of(twin))
-    for layer in layers:
-        unmask(layer)
-    for layer in reversed(layers):
-        if isinstance(layer, _keras.Functional):
-            rewire(layer, {}, drop_inputs=layer is twin)
-    return twin
+def _parts_of(rules: Iterable[LayerRule]) -> list[tuple[Any, Any]]:
+    """What is prepared once for all layers: leaves that read ids, each with its sources once."""
+    parts: dict[Any, Any] = {}
+    for rule in rules:
+        for leaf in leaves(rule.spec):
+            kinds = leaf.inputs.values() if rule.restricts else ()
+            if kinds and all(kind.rank is not None for kind in kinds):
+                sources = {name: rule.sources[name] for name in leaf.inputs}
+                parts[leaf, tuple(sorted(sources.items()))] = leaf, sources
+    return list(parts.values())
 
 
-def owners_in(model: keras.Model, layer: keras.Layer) -> list[keras.Layer]:
-    """The layers in the graph of `model` that are `layer` or hold it; else the model itself."""
-    operations = [x for x in _keras.operations(model) if isinstance(x, keras.Layer)]
-    return [x for x in operations if holds(x, layer)] or [model]
+def _passed_on(graph: Any) -> dict[int, set[str]]:
+    """By id of each model in a graph: names of inputs that it gets as the graph gets them."""
+    own: dict[str, Any] = {x.name: x for x in graph.inputs}
+    passed: dict[int, set[str]] = {}
+    for node in _keras.nodes(graph):
+        if isinstance(node.operation, _keras.Functional):
+            args = node.arguments.args
+            taken = _keras.taken_by_inputs(node.operation, args[0] if args else None)
+            names = {inner.name for x, inner in taken if x is own.get(inner.name)}
+            passed[id(node.operation)] = passed.get(id(node.operation), names) & names
+    return passed
 
 
 # The name under which masked models of any class are filed; known before the first one is made.
-keras.saving.register_keras_serializable(*_FILED_AS.split(">"))(HeadMasked)
+keras.saving.register_keras_serializable(*_FILED_AS.split(">"))(MaskedModel)

@@ -6,25 +6,23 @@ layers run code of their class, which knows no `Request`.
 """
 
 import contextlib
-import dataclasses
 import functools
 import inspect
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
 
-import keras
 import numpy as np
 from keras import ops
 
 from keras_headmask import masks
 from keras_headmask.attention import observers
 from keras_headmask.retrofit.adapters import AttentionLayer, adapted, without_remat
-from keras_headmask.retrofit.call import current_frame, inputs_of, without_rules
-from keras_headmask.retrofit.rule import rules_in_force, spec_of
+from keras_headmask.retrofit.find import Found
+from keras_headmask.retrofit.frame import current_frame, graph_being_built, tensors_of
+from keras_headmask.retrofit.masked_attention import without_rules
+from keras_headmask.retrofit.rule import rules_of, spec_of
 from keras_headmask.retrofit.select import selected
-from keras_headmask.retrofit.stale import graph_being_built
-from keras_headmask.retrofit.survey import Survey
 from keras_headmask.rules import evaluation
 from keras_headmask.rules.base import MaskSpec
 
@@ -41,62 +39,37 @@ class Observed(NamedTuple):
     allowed: np.ndarray
 
 
-def observe(survey: Survey, inputs: Any, layer: Any, call: int) -> Observed:
-    """Run the model on `inputs` once, as in inference, and keep what `layer` computes.
+def observe(found: Found, inputs: Any, layer: Any) -> Observed:
+    """Run the model on `inputs` once, as in inference, and keep what `layer` first computes.
 
     What is allowed is evaluated again from the rules and the masks that reach the layer, so that it
     can be compared with the probabilities.
     """
-    entry = _one_layer(survey, layer)
-    kept: list[tuple[np.ndarray, np.ndarray]] = []
-
-    def keep(run: Run) -> None:
-        values = ops.convert_to_numpy(ops.cast(run.probabilities, "float32"))
-        kept.append((values, _allowed(run)))
-
-    _run_once(survey.model, [entry], inputs, keep)
-    if not -len(kept) <= call < len(kept):
-        raise ValueError(
-            f"The attention layer {entry} ran {len(kept)} times in this forward, so `call` must "
-            f"be below that. Received: {call}."
-        )
-    probabilities, allowed = kept[call]
-    spec = spec_of(entry.layer)
-    return Observed(entry, spec, probabilities, np.broadcast_to(allowed, probabilities.shape))
-
-
-def _run_once(
-    model: keras.Model, entries: list[AttentionLayer], inputs: Any, keep: Callable[["Run"], None]
-) -> None:
-    """Run `model` on `inputs`, as in inference, and call `keep` in each run of attention."""
-    wrong: list[str] = []  # (Keras rewrites errors that are raised inside of a call)
-
-    def see(run: Run) -> None:
-        if len(run.probabilities.shape) != 4:
-            wrong.append(
-                f"The attention layer {run.entry} attends over several axes, not over one of "
-                "queries and one of keys."
-            )
-        elif graph_being_built() is not None:
-            wrong.append(f"The attention layer {run.entry} runs in a `tf.function` of its own.")
-        else:
-            keep(run)
-
-    with runs_seen(entries, see), without_remat(model):
-        model(inputs, training=False)
-    if wrong:
-        raise ValueError(wrong[0])
-
-
-def _one_layer(survey: Survey, layer: Any) -> AttentionLayer:
-    entries = selected(survey, layer)
+    entries = selected(found, layer)
     if len(entries) != 1:
         paths = [entry.path for entry in entries]
         raise ValueError(
             f"`layer` must name one attention layer; {layer!r} names {len(paths)}: {paths}. Pass a "
             "number, counted over self-attention in forward order, or a regex on the path."
         )
-    return entries[0]
+    (entry,) = entries
+    kept: list[Any] = []  # (Keras rewrites errors that are raised inside of a call)
+
+    def keep(run: Run) -> None:
+        if len(run.probabilities.shape) != 4:
+            kept.append("attends over several axes, not over one of queries and one of keys")
+        elif graph_being_built() is not None:
+            kept.append("runs in a `tf.function` of its own")
+        else:
+            values = ops.convert_to_numpy(ops.cast(run.probabilities, "float32"))
+            kept.append((values, np.broadcast_to(_allowed(run), values.shape)))
+
+    with runs_seen(entries, keep), without_remat(found.model):
+        found.model(inputs, training=False)
+    first = kept[0] if kept else "did not run in this forward"
+    if isinstance(first, str):
+        raise ValueError(f"The attention layer {entry} {first}.")
+    return Observed(entry, spec_of(entry.layer), *first)
 
 
 class Run(NamedTuple):
@@ -113,8 +86,9 @@ def runs_seen(entries: list[AttentionLayer], see: Callable[[Run], None]) -> Iter
     """Call `see` with each run of the layers of `entries` in this context, while the layer runs."""
     calls: dict[str, Mapping[str, Any]] = {}  # the last of each layer, by its path
 
-    def called(entry: AttentionLayer, arguments: Mapping[str, Any]) -> None:
-        calls[entry.path] = arguments
+    def called(entry: AttentionLayer, usual: Callable, *args: Any, **kwargs: Any) -> Any:
+        calls[entry.path] = signatures[entry.path].bind(*args, **kwargs).arguments
+        return usual(*args, **kwargs)
 
     def computed(
         entry: AttentionLayer, usual: Callable, arguments: dict[str, Any]
@@ -123,13 +97,15 @@ def runs_seen(entries: list[AttentionLayer], see: Callable[[Run], None]) -> Iter
         see(Run(entry, calls.get(entry.path, {}), arguments, probabilities))
         return context, probabilities if arguments["return_attention_scores"] else None
 
+    signatures = {entry.path: inspect.signature(entry.layer.call) for entry in entries}
     with contextlib.ExitStack() as stack:
         for entry in entries:
             compute = functools.partial(computed, entry)
             stack.enter_context(_hook_overridden(entry.layer, compute))
             stack.enter_context(observers.probabilities_wanted(entry.layer))
             # (After the hook: where that is `call` itself, it passes more.)
-            stack.enter_context(_called(entry.layer, functools.partial(called, entry)))
+            call = functools.partial(called, entry)
+            stack.enter_context(observers.overriding(entry.layer, "call", call))
         yield
 
 
@@ -154,45 +130,23 @@ def _hook_overridden(layer: Any, override: Callable) -> AbstractContextManager[N
     return observers.overriding(layer, adapter.hook, computed)
 
 
-@contextlib.contextmanager
-def _called(layer: Any, see: Callable[[Mapping[str, Any]], None]) -> Iterator[None]:
-    """Call `see` with the arguments of each call of `layer`, by name, before it runs."""
-    signature = inspect.signature(layer.call)
-
-    def seen(usual: Callable, *args: Any, **kwargs: Any) -> Any:
-        see(signature.bind(*args, **kwargs).arguments)
-        return usual(*args, **kwargs)
-
-    with observers.overriding(layer, "call", seen):
-        yield
-
-
 def _allowed(run: Run) -> np.ndarray:
     """Everything that restricts the layer in the call that runs now, boolean of rank 4."""
     layer, (_, heads, queries, keys) = run.entry.layer, run.probabilities.shape
+    given, window = run.arguments["attention_mask"], adapted(layer).window(run.arguments)
+    restricts = [] if given is None else [masks.lift(ops.cast(given, "bool"))]
+    restricts += [] if window is None else [evaluation.make_mask(window, queries, keys)]
+    offset = current_frame().offset or 0
+    for rule in rules_of(layer):
+        inputs = rule.inputs_from(tensors_of(rule) or {})
+        restricts.append(evaluation.make_mask(rule.spec, queries, keys, heads, inputs, offset))
     allowed = np.ones((1, 1, queries, keys), bool)
-    if run.arguments["attention_mask"] is not None:
-        merged = masks.lift(ops.cast(run.arguments["attention_mask"], "bool"))
-        allowed = allowed & ops.convert_to_numpy(merged)
-    if (window := adapted(layer).window(run.arguments)) is not None:
-        mask = evaluation.make_mask(window, queries, keys)
+    for mask in restricts:
         allowed = allowed & ops.convert_to_numpy(mask)
-    of_rules = _mask_of_rules(layer, heads, queries, keys)
-    return allowed if of_rules is None else allowed & ops.convert_to_numpy(of_rules)
+    return allowed
 
 
-def _mask_of_rules(layer: Any, heads: int, queries: Any, keys: Any) -> Any:
-    """The mask of the rules of `apply_head_masks` in the running call; `None` without a rule."""
-    mask, offset = None, current_frame().offset
-    for rule in rules_in_force(layer):
-        inputs = rule.inputs_from(inputs_of(rule, layer) or {})
-        of_rule = evaluation.make_mask(rule.spec, queries, keys, heads, inputs, offset or 0)
-        mask = masks.and_masks(mask, of_rule)
-    return mask
-
-
-@dataclasses.dataclass(frozen=True)
-class Seen:
+class Seen(NamedTuple):
     """One run of one attention layer."""
 
     path: str  # of the layer; with [1], [2], ... where it runs more than once

@@ -1,17 +1,15 @@
-"""The rules of an attention layer: the names of what each reads, which are in force, their JSON."""
+"""The rules of an attention layer: the names of what each reads, and their JSON."""
 
 import dataclasses
 import functools
 import json
 import operator
 from collections.abc import Iterable, Iterator, Mapping
-from contextvars import ContextVar
 from typing import Any
 
 import keras
 
-from keras_headmask.attention.tuning import holding
-from keras_headmask.retrofit.adapters import adapted, attention
+from keras_headmask.retrofit.adapters import adapted
 from keras_headmask.rules import by_head
 from keras_headmask.rules.base import MaskSpec, leaves
 from keras_headmask.rules.by_head import check_heads
@@ -23,12 +21,11 @@ Tensors = Mapping[str, Any]
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class LayerRule:
-    """A rule of one attention layer, and the names under which its inputs are given.
+    """A rule of one attention layer, and the names of the inputs that it reads.
 
-    `sources` maps each name that the spec reads to one of `head_mask_inputs`, or to a pair of
-    them, `(query_side, key_side)`. `owner` is the layer that is called with these: in the graph of
-    the model that got the rule, the one that is the attention or holds it. A rule that `replaces`
-    ends all rules that the layer had before. In cross-attention (`is_cross`) the positions of
+    `sources` maps each name that the spec reads to an input of the model, or to a pair of them,
+    `(query_side, key_side)`. `owner` is the masked model whose inputs these are. A rule that
+    `replaces` ends that of a layer of ours. In cross-attention (`is_cross`) the positions of
     queries start at 0, however many keys there are.
     """
 
@@ -36,7 +33,7 @@ class LayerRule:
     num_heads: int
     sources: Mapping[str, Source] = dataclasses.field(default_factory=dict)
     replaces: bool = False
-    owner: keras.Layer | None = None
+    owner: Any = None
     is_cross: bool = False
 
     @functools.cached_property
@@ -46,7 +43,7 @@ class LayerRule:
 
     @functools.cached_property
     def reads(self) -> list[str]:
-        """The names that must be among `head_mask_inputs`."""
+        """The names of the inputs that a call of the model must have."""
         return sorted({name for source in self.sources.values() for name in names_in(source)})
 
     def inputs_from(self, tensors: Tensors) -> dict[str, Any]:
@@ -68,7 +65,7 @@ class LayerRule:
         ]
 
     def prepared(self, tensors: Tensors) -> dict[MaskSpec, dict[str, Sides]]:
-        """By leaf of the spec, what `HeadMaskInputs` prepared for it and `tensors` holds."""
+        """By leaf of the spec, what the model prepared for it and `tensors` holds."""
         prepared = {}
         for leaf, names in self._prepared_names:
             sides = [side for pair in names.values() for side in pair if side is not None]
@@ -78,11 +75,6 @@ class LayerRule:
                     for name, pair in names.items()
                 }
         return prepared
-
-
-def sources_from_config(sources: Mapping[str, Any]) -> dict[str, Source]:
-    """`sources` with pairs as tuples; JSON made lists of them."""
-    return {k: v if isinstance(v, str) else tuple(v) for k, v in sources.items()}
 
 
 def names_in(source: Source) -> list[str]:
@@ -111,83 +103,33 @@ def prepared_names(leaf: MaskSpec, name: str, sources: Mapping[str, Source]) -> 
     return Sides(*(None if s is None else f"{config} of {of_both}: {side}" for s, side in sides))
 
 
-# --- What a masked layer obeys --------------------------------------------------------------------
+# --- What an attention layer obeys ----------------------------------------------------------------
 
-STATE = "headmask_state"
-
-
-class State:
-    """The one attribute that `wrap.MaskedLayer` adds to a layer; Keras does not track it."""
-
-    def __init__(self) -> None:
-        self.rules: tuple[LayerRule, ...] = ()  # of attention alone; the innermost model's first
-        # Rules from a file, until the attention layers inside are made, and how many these will be.
-        self.waiting: list[dict[str, Any]] = []
-        self.awaited = 0
-        # A stock layer to be saved in its place: always the same one, as files know layers by id.
-        self.stock: Any = None
-        self.inside: list[keras.Layer] | None = None
-        # Of a functional model from a file: see `MaskedLayer.own_input_names`.
-        self.own_input_names: dict[str, str] = {}
+STATE = "headmask_state"  # the one attribute of ours on a layer or model; Keras does not track it
 
 
 def is_masked(layer: Any) -> bool:
-    """Whether it is a `wrap.MaskedLayer`: its class was made for a stock class."""
+    """Whether it is a masked model or a part of one: its class was made for a stock class."""
     return hasattr(type(layer), "_stock_class")
 
 
-def state_of(layer: Any) -> State:
-    """The `State` of a masked layer."""
-    return vars(layer).setdefault(STATE, State())  # (`clone_model` makes an object of the class)
+def rules_of(layer: Any) -> tuple[LayerRule, ...]:
+    """The rules that an attention layer obeys, that of the innermost model first."""
+    return getattr(vars(layer)[STATE], "rules", ()) if is_masked(layer) else ()
 
 
-def attention_inside(layer: keras.Layer) -> list[keras.Layer]:
-    """The attention layers that `layer` is or holds, in the order of their numbers in files."""
-    state = vars(layer).get(STATE)
-    if state is not None and state.inside is not None:
-        return state.inside
-    layers = attention(layer)
-    if state is not None and layer.built and not state.waiting:
-        state.inside = layers
-    return layers
-
-
-def all_rules(layer: keras.Layer) -> tuple[LayerRule, ...]:
-    """The rules of an attention layer; none for a layer around attention."""
-    return state_of(layer).rules if is_masked(layer) else ()
-
-
-def has_rules(layer: keras.Layer) -> bool:
-    """Whether attention inside a masked layer has a rule, or will have one once it is made."""
-    return bool(state_of(layer).waiting) or any(map(all_rules, attention_inside(layer)))
-
-
-def rules_in_force(layer: keras.Layer) -> tuple[LayerRule, ...]:
-    """The rules that attention obeys: from the last that replaces others, the innermost first."""
-    rules = all_rules(layer)
-    last = max((i for i, rule in enumerate(rules) if rule.replaces), default=0)
-    return rules[last:]
-
-
-def spec_of(layer: keras.Layer) -> MaskSpec | None:
+def spec_of(layer: Any) -> MaskSpec | None:
     """All that an attention layer obeys: its own `mask_spec`, unless replaced, and its rules."""
-    return combined(layer, rules_in_force(layer))
-
-
-def combined(layer: keras.Layer, rules: tuple[LayerRule, ...]) -> MaskSpec | None:
-    """The `mask_spec` of a layer, unless replaced, and `rules`, as one spec."""
-    own_spec = getattr(layer, "mask_spec", None)
-    specs = [] if own_spec is None or any(rule.replaces for rule in rules) else [own_spec]
+    rules, own = rules_of(layer), getattr(layer, "mask_spec", None)
+    specs = [] if own is None or any(rule.replaces for rule in rules) else [own]
     specs += [rule.spec for rule in rules]
     return functools.reduce(operator.and_, specs) if specs else None
 
 
 # --- Files ----------------------------------------------------------------------------------------
 
-_FORMAT = 1  # of the configs of masked layers and models
+_FORMAT = 1  # of the configs of masked models
 _WAY_OUT = "Was it edited, or saved with another version of its code? Save the masked model again."
-# Whether the config that is read stands inside that of a masked layer, which may hold its rules.
-_inside: ContextVar[bool] = ContextVar("inside", default=False)
 
 
 def rules_config(rules: list[tuple[int, LayerRule]]) -> list[dict[str, Any]]:
@@ -212,7 +154,8 @@ def rules_from_config(
     """The layers and rules of what `rules_config` returned; the rules have no owner yet."""
     for part in config:
         of_spec, places = entries(part, "spec", "layers")
-        sources = sources_from_config(part.get("inputs", {}))
+        read = part.get("inputs", {}).items()
+        sources = {k: x if isinstance(x, str) else tuple(x) for k, x in read}
         wrong = [x for x in places if type(x) is not int or not 0 <= x < len(attention)]
         if wrong or not places:
             raise ValueError(
@@ -237,18 +180,13 @@ def entries(config: Any, *keys: str) -> list[Any]:
     return [values[key] for key in keys]
 
 
-def stock_and_rules(
-    config: Any, stock: str, rules: str, custom_objects: Any
-) -> tuple[Any, list[Any]]:
-    """The stock layer or model in the config of a masked one, and the configs of its rules."""
-    of_stock, of_rules = entries(config, stock, rules)
-    is_list = isinstance(of_rules, (list, tuple))
-    has_some = of_rules or config.get("rules") or _inside.get()  # (by an outer model, or around it)
-    if not is_list or not has_some:
+def stock_and_rules(config: Any, custom_objects: Any) -> tuple[Any, list[Any]]:
+    """The stock model in the config of a masked one, and the configs of its rules."""
+    of_stock, of_rules = entries(config, "model", "rules")
+    if not isinstance(of_rules, (list, tuple)) or not of_rules:
         raise ValueError(
-            f"The file of a masked model has no rule in {rules!r}, so the model would run without "
+            "The file of a masked model has no rule in 'rules', so the model would run without "
             f"its mask. Received: {of_rules!r}. {_WAY_OUT}"
         )
-    with holding(_inside, True):
-        layer = keras.saving.deserialize_keras_object(of_stock, custom_objects=custom_objects)
-    return layer, list(of_rules)
+    model = keras.saving.deserialize_keras_object(of_stock, custom_objects=custom_objects)
+    return model, list(of_rules)

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from keras_headmask.retrofit.adapters import AttentionLayer
-from keras_headmask.retrofit.survey import Survey
+from keras_headmask.retrofit.find import Found
 from keras_headmask.rules.base import MaskSpec, check_spec
 
 _NUMBERS = re.compile(r"\s*\d+\s*(-\s*\d+\s*)?(,\s*\d+\s*(-\s*\d+\s*)?)*", re.ASCII)
@@ -18,16 +18,16 @@ _NONE = (
 
 
 def specs_by_layer(
-    mask_spec: MaskSpec | Mapping[Any, Any], layers: Any, survey: Survey, ignore: Any = None
+    mask_spec: MaskSpec | Mapping[Any, Any], layers: Any, found: Found, ignore: Any = None
 ) -> dict[int, MaskSpec]:
-    """The spec of each selected layer, by its number among `survey.known`.
+    """The spec of each selected layer, by its number among `found.known`.
 
     `ignore`: see `apply_head_masks`; `None` if nothing in the model can attend unseen.
     """
     hidden = None
     if ignore is not None:
         ignored = _patterns(ignore)
-        entries = (*survey.unknown, *survey.unseen)
+        entries = (*found.unknown, *found.unseen)
         hidden = [x for x in entries if not any(regex.search(x.path) for regex in ignored)]
     is_config = isinstance(mask_spec, Mapping) and "kind" in mask_spec
     if isinstance(mask_spec, Mapping) and not is_config:
@@ -48,10 +48,10 @@ def specs_by_layer(
         if isinstance(spec, Mapping):
             spec = MaskSpec.from_config(spec)
         check_spec(spec, "mask_spec", "hm.apply_head_masks(model, SPEC)")
-        for number in select(survey, selector, hidden):
+        for number in select(found, selector, hidden):
             if number in chosen:
                 raise ValueError(
-                    f"The layer {survey.known[number]} has two rules, the second from "
+                    f"The layer {found.known[number]} has two rules, the second from "
                     f"{selector!r}. Name each layer once, or combine the rules with &."
                 )
             chosen[number] = spec
@@ -73,49 +73,49 @@ def _refuse_number(key: Any) -> None:
         )
 
 
-def selected(survey: Survey, selector: Any) -> list[AttentionLayer]:
+def selected(found: Found, selector: Any) -> list[AttentionLayer]:
     """The attention layers that `selector` names: see `apply_head_masks`."""
-    return [survey.known[number] for number in select(survey, selector)]
+    return [found.known[number] for number in select(found, selector)]
 
 
-def select(survey: Survey, selector: Any, hidden: list[AttentionLayer] | None = None) -> list[int]:
-    """The numbers among `survey.known` of the layers that `selector` names.
+def select(found: Found, selector: Any, hidden: list[AttentionLayer] | None = None) -> list[int]:
+    """The numbers among `found.known` of the layers that `selector` names.
 
     `hidden`: what may attend without a rule, which `None` and regexes must not name. By default
     attention of unknown classes, as no rule is meant.
     """
-    of_self = [i for i, entry in enumerate(survey.known) if entry.kind == "self"]
+    of_self = [i for i, entry in enumerate(found.known) if entry.kind == "self"]
     if selector is None:
-        _refuse(survey, hidden)
-        _check_all_clear(survey)
+        _refuse(found, hidden)
+        _check_all_clear(found)
         if not of_self:
             more = (
-                f"Attention layers: {_names(survey)}. Cross-attention is masked only when `layers` "
+                f"Attention layers: {_names(found)}. Cross-attention is masked only when `layers` "
                 "names it."
             )
             raise ValueError(
                 "The model holds no self-attention layer (keras.layers.MultiHeadAttention, a "
-                f"subclass, or that of a KerasHub decoder). {more if survey.known else _NONE}"
+                f"subclass, or that of a KerasHub decoder). {more if found.known else _NONE}"
             )
         return of_self
     if isinstance(selector, str) and not selector:
         raise ValueError("`layers` is an empty text: it names no layer. None names all.")
     if isinstance(selector, (tuple, list, range)) or getattr(selector, "ndim", False):
         numbers: set[int] = set()
-        numbers.update(*(select(survey, part, hidden) for part in selector))
+        numbers.update(*(select(found, part, hidden) for part in selector))
         if not numbers:
             raise ValueError(f"{selector!r} names no layer.")
         return sorted(numbers)
     if isinstance(selector, str) and not _NUMBERS.fullmatch(selector):
-        return _matching(survey, selector, hidden)
-    _check_all_clear(survey)
+        return _matching(found, selector, hidden)
+    _check_all_clear(found)
     return [of_self[n] for n in _numbers(selector, len(of_self))]
 
 
-def _refuse(survey: Survey, hidden: list[AttentionLayer] | None, named: str = "") -> None:
+def _refuse(found: Found, hidden: list[AttentionLayer] | None, named: str = "") -> None:
     """Raise if there is something `hidden`, see `select`; `named` says what named it."""
     regex = re.compile(named)
-    entries = survey.unknown if hidden is None else hidden
+    entries = found.unknown if hidden is None else hidden
     entries = [entry for entry in entries if regex.search(entry.path)]
     if not entries:
         return
@@ -130,8 +130,8 @@ def _refuse(survey: Survey, hidden: list[AttentionLayer] | None, named: str = ""
             "and KerasHub that are known, not other code. Name in `ignore`, by regexes on paths, "
             f"what may do so, or does not attend: ignore={[x.path for x in entries[:5]]}."
         )
-    if survey.known and not named:
-        message += f" To leave it as it is, name the others in `layers`: {_names(survey)}."
+    if found.known and not named:
+        message += f" To leave it as it is, name the others in `layers`: {_names(found)}."
     raise ValueError(message)
 
 
@@ -152,12 +152,12 @@ def _regex(pattern: str, argument: str) -> re.Pattern[str]:
         raise ValueError(f"`{argument}` is not a regex: {pattern!r} ({error}).") from error
 
 
-def _check_all_clear(survey: Survey) -> None:
+def _check_all_clear(found: Found) -> None:
     """Raise if a layer may be self- or cross-attention: numbers count self-attention only."""
-    if unclear := [entry for entry in survey.known if entry.kind == "unclear"]:
+    if unclear := [entry for entry in found.known if entry.kind == "unclear"]:
         raise ValueError(
             f"{unclear[0].why_unclear} Name the layers by regexes on their paths in `layers`: "
-            f"{_names(survey)}."
+            f"{_names(found)}."
         )
 
 
@@ -190,16 +190,16 @@ def _numbers(selector: Any, count: int) -> list[int]:
     return numbers
 
 
-def _matching(survey: Survey, pattern: str, hidden: list[AttentionLayer] | None) -> list[int]:
+def _matching(found: Found, pattern: str, hidden: list[AttentionLayer] | None) -> list[int]:
     regex = _regex(pattern, "layers")
-    _refuse(survey, hidden, pattern)
-    numbers = [i for i, entry in enumerate(survey.known) if regex.search(entry.path)]
+    _refuse(found, hidden, pattern)
+    numbers = [i for i, entry in enumerate(found.known) if regex.search(entry.path)]
     if not numbers:
-        paths = f"Paths: {_names(survey)}." if survey.known else _NONE
+        paths = f"Paths: {_names(found)}." if found.known else _NONE
         raise ValueError(f"No attention layer's path matches {pattern!r}. {paths}")
     return numbers
 
 
-def _names(survey: Survey) -> str:
-    paths = [repr(entry.path) for entry in survey.known]
+def _names(found: Found) -> str:
+    paths = [repr(entry.path) for entry in found.known]
     return ", ".join(paths if len(paths) <= 8 else [*paths[:7], f"... ({len(paths)} layers)"])

@@ -7,17 +7,17 @@ from typing import Any
 import keras
 
 from keras_headmask.retrofit.adapters import AttentionLayer
+from keras_headmask.retrofit.find import Found
 from keras_headmask.retrofit.rule import LayerRule, Source, names_in
-from keras_headmask.retrofit.survey import Survey
 from keras_headmask.rules.base import MaskSpec, leaves, merged_inputs
 from keras_headmask.rules.protocol import InputType
 
 Planned = list[tuple[AttentionLayer, LayerRule]]
 
 
-def check_inputs(survey: Survey, planned: Planned, add_inputs: bool) -> None:
+def check_inputs(found: Found, planned: Planned, add_inputs: bool) -> None:
     """Raise if a rule reads something that the inputs of the model cannot give it."""
-    inputs = None if survey.graph is None else survey.graph.input
+    inputs = None if found.graph is None else found.graph.input
     if isinstance(inputs, dict):
         read = {name for _, rule in planned for name in rule.spec.inputs}
         other = {key: t.name for key, t in inputs.items() if hasattr(t, "name") and t.name != key}
@@ -36,18 +36,18 @@ def check_inputs(survey: Survey, planned: Planned, add_inputs: bool) -> None:
                 "the rule to the model that both share (`apply_head_masks(encoder, ...)`), and "
                 "call the result on each with its own ids."
             )
-    new = new_inputs(survey.inputs, [rule for _, rule in planned])
-    taken = {layer.name for layer in survey.model.layers}
+    new = new_inputs(found.inputs, [rule for _, rule in planned])
+    taken = {layer.name for layer in found.model.layers}
     if clash := sorted(taken & set(new)):
         raise ValueError(
             f"The rule reads {clash[0]!r}. The model has no such input, and none can be added, "
             "since a layer has that name. Give the mask input another name."
         )
     if new and not add_inputs:
-        example = _example(survey.inputs, planned, new)
+        example = _example(found.inputs, planned, new)
         raise ValueError(
             f"The rule reads {sorted(new)}, and the model has no inputs of those names. Its inputs "
-            f"are {sorted(survey.inputs)}. "
+            f"are {sorted(found.inputs)}. "
             + (f"Name one of them in the rule ({example}), or pass " if example else "Pass ")
             + "add_inputs=True, which adds what is missing as new inputs of the model."
         )
@@ -96,7 +96,7 @@ def sources_of(
         else:
             pairs = (f"decoder_{name}", f"encoder_{name}"), (f"query_{name}", f"key_{name}")
             known_pairs = [pair for pair in pairs if set(pair) <= set(available)]
-            if entry.kind == "unclear" and available and not known_pairs:
+            if entry.kind == "unclear" and not known_pairs:
                 raise ValueError(
                     f"{entry.why_unclear} Name the layer by 'self' or 'cross' "
                     "(`MultiHeadAttention(..., name='self_attention')`), or give the model the "

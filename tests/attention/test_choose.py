@@ -15,7 +15,7 @@ from tolerance import assert_close
 import keras_headmask as hm
 from keras_headmask.attention import choose
 from keras_headmask.attention.tuning import tuned
-from keras_headmask.retrofit.call import opened_frame
+from keras_headmask.retrofit.frame import moved, opened
 
 IDS = {"ids": np.zeros((2, 512), "int32")}
 NEAR, CAUSAL = hm.Window(63, 0), hm.Window(after=0)
@@ -173,12 +173,12 @@ def test_a_causal_flag_of_keras_counts_queries_from_0(numbers, offset):
     x, attention = keras.Input((7, 8)), layers.MultiHeadAttention(4, 3)
     stock = keras.Model(x, attention(x, x))
     random_biases(attention)
-    hm.apply_head_masks(stock, RULE, copy=False)
+    masked = hm.apply_head_masks(stock, RULE)
     at = 3 if offset == "a tensor" else offset
     allowed = mask_by_loops(RULE, 2, 4, 4, 7, query_offset=at) & np.tri(4, 7, dtype=bool)
     given = ops.convert_to_tensor(3) if offset == "a tensor" else offset
-    with tuned(**numbers), opened_frame([attention], None, given):
-        got = attention(X[:, :4], X, use_causal_mask=True)
+    with tuned(**numbers), opened({masked: {}}), moved(given):
+        got = masked.layers[-1](X[:, :4], X, use_causal_mask=True)
     assert_close(numpy(got), by_hand(attention, X[:, :4], X, mask=allowed)[0], depth=3)
 
 

@@ -14,7 +14,7 @@ from tolerance import assert_close
 import keras_headmask as hm
 from keras_headmask.export.checking import cases
 from keras_headmask.export.signature import signature_of
-from keras_headmask.retrofit.survey import Survey
+from keras_headmask.retrofit.find import Found
 
 pytestmark = pytest.mark.tensorflow
 
@@ -174,7 +174,7 @@ def test_the_export_of_keras_obeys_and_holds_each_loop_once(tmp_path):
 
 
 def test_made_up_requests_hold_what_the_rule_looks_for():
-    found = [case.request["token_ids"] for case in cases(signature_of(Survey(ours())), True)]
+    found = [case.request["token_ids"] for case in cases(signature_of(Found(ours())), True)]
     assert [ids.shape for ids in found] == [(1, 9), (3, 40), (2, 272)]
     assert all(0.1 < (ids == 9).mean() < 0.4 for ids in found[1:])
     assert max(ids.max() for ids in found) == 29  # the embedding has 30 rows
@@ -190,14 +190,14 @@ def with_positions(longest):
 
 
 def test_made_up_requests_are_as_long_as_the_model_allows():
-    found = cases(signature_of(Survey(with_positions(12))), True)
+    found = cases(signature_of(Found(with_positions(12))), True)
     assert [case.request["token_ids"].shape for case in found] == [(1, 9), (3, 10), (2, 10)]
     with pytest.raises(ValueError, match=r"cannot run the model on made-up inputs[^$]*check=\[\{"):
-        cases(signature_of(Survey(with_positions(1))), True)
+        cases(signature_of(Found(with_positions(1))), True)
 
 
 def test_text_is_given_in_any_form():
-    signature, in_bytes = signature_of(Survey(of_words())), np.char.encode(WORDS, "utf-8")
+    signature, in_bytes = signature_of(Found(of_words())), np.char.encode(WORDS, "utf-8")
     for form in (WORDS, WORDS.astype(object), in_bytes):
         (case,) = cases(signature, {"Words": form})
         np.testing.assert_array_equal(case.answer["words"], in_bytes)

@@ -9,8 +9,8 @@ from tolerance import assert_close
 
 import keras_headmask as hm
 from keras_headmask.attention.tuning import tuned
+from keras_headmask.retrofit.find import Found
 from keras_headmask.retrofit.observe import watched
-from keras_headmask.retrofit.survey import Survey
 
 HEADS, LENGTH = 4, 11
 RULE = hm.PerHead({1: hm.Chunk(4)}, hm.Window(3, 2))
@@ -47,7 +47,7 @@ def test_in_a_file_for_who_looks_and_under_a_second_rule(kind, tmp_path):
     model.save(tmp_path / "model.keras")
     loaded = keras.saving.load_model(tmp_path / "model.keras")
     assert_close(numpy(loaded(data)["y"]), wanted, depth=3)
-    with watched(Survey(model).known) as seen:
+    with watched(Found(model).known) as seen:
         assert_close(numpy(model(data)["y"]), wanted, depth=3)
     assert_close(numpy(seen[0].probabilities), probabilities, depth=3)
     both = hm.apply_head_masks(model, hm.Window(1, 9), existing="and")

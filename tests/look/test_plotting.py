@@ -186,12 +186,14 @@ def test_restricted_heads_come_first_and_chosen_ones_in_their_order():
 @pytest.mark.parametrize("length", [7, 140])
 def test_what_lies_outside_would_show(monkeypatch, length):
     """A layer that does not obey its rule: here, a masked model whose mask is not applied."""
-    from keras_headmask.retrofit import call
+    from keras_headmask.retrofit import masked_attention
 
     masked = hm.apply_head_masks(one_layer(mask_zero=False), SELF)
-    attend = call.attend
+    attend = masked_attention.attend
     monkeypatch.setattr(
-        call, "attend", lambda request: attend(dataclasses.replace(request, rule=None, mask=None))
+        masked_attention,
+        "attend",
+        lambda request: attend(dataclasses.replace(request, rule=None, mask=None)),
     )
     figure = hm.plot_attention(masked, np.ones((1, length), int), heads="0,2")
     pairs = 2 * length * (length - 1)

@@ -17,7 +17,7 @@ from tolerance import assert_close
 
 import keras_headmask as hm
 from keras_headmask.retrofit import observe
-from keras_headmask.retrofit.survey import Survey
+from keras_headmask.retrofit.find import Found
 
 keras_hub = pytest.importorskip("keras_hub", exc_type=ImportError)  # (or made for another Keras)
 pytestmark = pytest.mark.filterwarnings("ignore:.*destroy the mask information.*")  # T5's own
@@ -109,7 +109,7 @@ def test_what_an_observer_sees(stock, masked):
     hidden = ~data()["encoder_padding_mask"].astype(bool)[:, None, None, :]
     for model in (masked, stock):
         for number, length in ((1, TEXT), (3, ANSWER)):
-            seen = observe.observe(Survey(model), data(), number, -1)
+            seen = observe.observe(Found(model), data(), number)
             assert seen.probabilities.shape == (2, 4, length, length)
             assert not seen.probabilities[~seen.allowed].any()
             if model is masked:
@@ -173,6 +173,3 @@ def test_generation_is_the_uncached_forward(family, stock, rule):
     got = masked.generate(given, stop_token_ids=None)["decoder_token_ids"]
     np.testing.assert_array_equal(got, tokens[0])
     assert rule != "all" or (got != tokens[1]).any()
-
-
-# --- Against Hugging Face -------------------------------------------------------------------------

@@ -14,8 +14,8 @@ import keras_headmask as hm
 from keras_headmask.attention import choose, gathered
 from keras_headmask.attention.request import Request
 from keras_headmask.export.signature import Input
+from keras_headmask.retrofit.find import Found
 from keras_headmask.retrofit.made_up import made_up
-from keras_headmask.retrofit.survey import Survey
 from keras_headmask.rules import config, evaluation, offsets
 from keras_headmask.rules.algebra import Compound
 from keras_headmask.rules.base import leaves
@@ -106,7 +106,7 @@ def test_a_twin_is_treated_alike(leaf):
         both = rule, twins(rule)
         of_both = []
         for one in both:
-            x, survey = keras.ops.zeros((2, LENGTH, 2, 1)), Survey(keras.Model())
+            x, survey = keras.ops.zeros((2, LENGTH, 2, 1)), Found(keras.Model())
             bound = evaluation.bind(one, inputs_of(one, LENGTH), LENGTH, LENGTH, 0, batch=2)
             request = Request(x, x, x, one, bound, scale=1.0)
             made = made_up(survey, [one], 2, 16, inputs=inputs)

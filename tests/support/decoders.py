@@ -88,18 +88,6 @@ class Family(NamedTuple):
         return self.name
 
 
-# The sizes of a tiny model of Hugging Face's, as its configs name them.
-HUGGING_FACE = {
-    "vocab_size": 32,
-    "hidden_size": 32,
-    "intermediate_size": 16,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "initializer_range": 0.3,
-}
-
-
 FAMILIES = [
     Family("Llama", "LlamaBackbone", "LlamaAttention", _GROUPED),
     Family(

@@ -9,9 +9,9 @@ from keras.src.backend.common.symbolic_scope import in_symbolic_scope
 from small_models import apply
 
 import keras_headmask as hm
-from keras_headmask.retrofit.survey import Survey
+from keras_headmask.retrofit.find import Found
 
-registered = keras.saving.register_keras_serializable("test_survey")
+registered = keras.saving.register_keras_serializable("test_find")
 CHUNK = hm.Chunk(3)
 
 
@@ -117,7 +117,7 @@ def one_input(*blocks):
 
 
 def kinds(model):
-    return [(entry.path, entry.kind) for entry in Survey(model).known]
+    return [(entry.path, entry.kind) for entry in Found(model).known]
 
 
 def test_an_unnamed_cross_attention_gets_no_rule_of_self_attention():

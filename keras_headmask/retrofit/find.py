@@ -1,12 +1,12 @@
 """One look at a model: what attends, what may attend unseen, what reads its inputs.
 
-A public call that takes a model makes one `Survey` and passes it on. Each part is computed when it
-is first asked for, and kept as long as the `Survey`: no longer than the call, since a model may
-change between two calls.
+A public call that takes a model makes one `Found` and passes it on. It is kept no longer than the
+call, since a model may change between two calls.
 
 What attends is known by its class. The model runs once as Keras runs a layer to infer shapes, on
 symbolic tensors, in the calling thread alone: this shows the order, self- and cross-attention,
-calls that go past the method where a rule is added, and weights that Keras does not track.
+calls that go past the method where a rule is added, calls in a function that TensorFlow compiled
+before, and weights that Keras does not track.
 """
 
 import contextlib
@@ -26,14 +26,25 @@ from keras_headmask.retrofit.adapters import (
     walk,
     without_remat,
 )
-from keras_headmask.retrofit.edges import ARGUMENT
-from keras_headmask.retrofit.rule import spec_of
+from keras_headmask.retrofit.frame import graph_being_built
+from keras_headmask.retrofit.rule import STATE, rules_of, spec_of
 from keras_headmask.rules.base import MaskSpec
 from keras_headmask.rules.examples import padding_inputs
 
 
-class Survey:
+class Found:
     """The attention of a model, found once and passed on.
+
+    Attributes:
+        graph: The functional model of `model`; `None` for a subclassed or unbuilt model.
+        inputs: The symbolic inputs by the names of their tensors; none without a graph.
+        known: The attention layers that a rule reaches, in forward order, each once.
+        unknown: Layers that attend by code that no rule reaches.
+        unseen: Layers and operations whose code may attend; attention that is known among them.
+        rules: All that a layer obeys, as one spec, by the path of each layer that has a rule.
+        in_functions: The ids of attention layers that the model calls in a `tf.function` of its
+            own.
+        untracked: The paths of weights that layers read and Keras does not track.
 
     Raises:
         TypeError: if it is not a Keras model.
@@ -45,38 +56,23 @@ class Survey:
             if isinstance(model, keras.Layer):
                 hint = " A layer takes a rule by `PerHeadMaskedMultiHeadAttention(mask_spec=...)`."
             raise TypeError(f"`model` must be a Keras model. Received: {model!r}.{hint}")
-        self.model = model
+        for layer in _keras.layers_of(model):  # rules of a file wait for their attention
+            if attach := getattr(vars(layer).get(STATE), "attach", None):
+                attach(layer)
+        graph = _keras.functional_of(model)
+        self.model, self.graph = model, graph if isinstance(graph, _keras.Functional) else None
+        self.inputs: dict[str, Any] = {x.name: x for x in getattr(self.graph, "inputs", ())}
+        run = _Run(model, self.graph)
+        self.known, self.unknown, self.unseen = self._attention(run)
+        specs = {entry.path: spec_of(entry.layer) for entry in self.known}
+        self.rules: dict[str, MaskSpec] = {k: x for k, x in specs.items() if x is not None}
+        self.in_functions = run.in_functions
+        tracked = {id(weight) for weight in _keras.all_weights(model)}
+        self.untracked = list(dict.fromkeys(x.path for x in run.read if id(x) not in tracked))
 
-    # --- Attention ---
-
-    @functools.cached_property
-    def known(self) -> list[AttentionLayer]:
-        """The attention layers that a rule reaches, in forward order, each once."""
-        return self._attention[0]
-
-    @functools.cached_property
-    def unknown(self) -> list[AttentionLayer]:
-        """Layers that attend by code that no rule reaches."""
-        return self._attention[1]
-
-    @functools.cached_property
-    def unseen(self) -> list[AttentionLayer]:
-        """Layers and operations whose code may attend; attention that is known among them."""
-        return self._attention[2]
-
-    @functools.cached_property
-    def untracked(self) -> list[str]:
-        """The paths of weights that layers read and Keras does not track."""
-        tracked = {id(weight) for weight in _keras.all_weights(self.model)}
-        return list(dict.fromkeys(x.path for x in self._run.read if id(x) not in tracked))
-
-    @functools.cached_property
-    def _run(self) -> "_Run":
-        return _Run(self.model, self.graph)
-
-    @functools.cached_property
-    def _attention(self) -> tuple[list[AttentionLayer], ...]:
-        run, calls, softmaxes = self._run, self._calls(), _softmaxes(self.graphs)
+    def _attention(self, run: "_Run") -> tuple[list[AttentionLayer], ...]:
+        """What is known, unknown and unseen."""
+        calls, softmaxes = self._calls(run), _softmaxes(self.graphs)
         counted = {} if self.graph is None else _calls_in(self.graph)
         known: list[AttentionLayer] = []
         unknown: list[AttentionLayer] = []
@@ -107,9 +103,9 @@ class Survey:
             known.sort(key=lambda entry: order[id(entry.layer)])
         return known, unknown, unseen
 
-    def _calls(self) -> dict[int, list[bool | None]]:
-        """`_Run.calls`, by nodes for layers in a graph: what a dtype policy casts is one tensor."""
-        calls = dict(self._run.calls if self._run.is_whole else {})
+    def _calls(self, run: "_Run") -> dict[int, list[bool | None]]:
+        """`run.calls`, by nodes for layers in a graph: what a dtype policy casts is one tensor."""
+        calls = dict(run.calls if run.is_whole else {})
         by_node: dict[int, list[bool | None]] = {}
         around: set[int] = set()  # attention that layers without a graph hold
         for node in (node for graph in self.graphs for node in _keras.nodes(graph)):
@@ -131,22 +127,6 @@ class Survey:
             yield number if counted else None, entry
             number += counted
 
-    # --- Rules ---
-
-    @functools.cached_property
-    def rules(self) -> dict[str, MaskSpec]:
-        """All that a layer obeys, as one spec, by the path of each layer that has a rule."""
-        specs = {entry.path: spec_of(entry.layer) for entry in self.known}
-        return {path: spec for path, spec in specs.items() if spec is not None}
-
-    # --- Inputs ---
-
-    @functools.cached_property
-    def graph(self) -> Any:
-        """The functional model of `model`; `None` for a subclassed or unbuilt model."""
-        graph = _keras.functional_of(self.model)
-        return graph if isinstance(graph, _keras.Functional) else None
-
     @functools.cached_property
     def graphs(self) -> list[Any]:
         """The graphs of `model` and of the models inside it, each once."""
@@ -154,16 +134,14 @@ class Survey:
         return [x for x in inside.values() if isinstance(x, _keras.Functional)]
 
     @functools.cached_property
-    def inputs(self) -> dict[str, Any]:
-        """The symbolic inputs by the names of their tensors; none without a graph."""
-        return {} if self.graph is None else {tensor.name: tensor for tensor in self.graph.inputs}
-
-    @functools.cached_property
     def unread_inputs(self) -> list[str]:
         """Inputs that neither a layer nor a rule reads."""
         calls = (x for op in _keras.operations(self.model) for x in _keras.calls_of(op))
         read = {id(tensor) for call in calls for tensor in call.input_tensors}
-        return [name for name, tensor in self.inputs.items() if id(tensor) not in read]
+        rules = (rule for entry in self.known for rule in rules_of(entry.layer))
+        read_by_rules = {x for rule in rules if rule.owner is self.model for x in rule.reads}
+        unread = [name for name, tensor in self.inputs.items() if id(tensor) not in read]
+        return [name for name in unread if name not in read_by_rules]
 
     @functools.cached_property
     def padding_inputs(self) -> list[str]:
@@ -203,6 +181,7 @@ class _Run(keras.Operation):
         # for keys or values; `None` if their lengths are known to differ.
         self.calls: dict[int, list[bool | None]] = {}
         self.hooked: set[int] = set()  # layers that computed where a rule is added
+        self.in_functions: set[int] = set()
         self.read: list[Any] = []  # weights
         self.is_whole = False
         if graph is not None:
@@ -214,7 +193,9 @@ class _Run(keras.Operation):
         for seen in (self.calls, self.hooked, self.read):
             seen.clear()  # (JAX may run this twice)
         with _caching_device_kept(), _keras.weights_watched(self.read):
-            return self.model(keras.tree.pack_sequence_as(self.graph.input, list(inputs)))
+            outputs = self.model(keras.tree.pack_sequence_as(self.graph.input, list(inputs)))
+        self.in_functions = set(_in_functions(attention(self.model)))
+        return outputs
 
     def _watch(self) -> None:
         def called(layer: Any, usual: Callable, *args: Any, **kwargs: Any) -> Any:
@@ -233,6 +214,18 @@ class _Run(keras.Operation):
             stack.enter_context(without_remat(self.model))
             stack.enter_context(observers.rules_off())  # (the inputs of rules may not be there)
             self.compute_output_spec(*keras.tree.flatten(self.graph.input))
+
+
+def _in_functions(layers: list[keras.Layer]) -> Iterator[int]:
+    """The ids of `layers` whose weights a `tf.function` takes that the graph being built calls."""
+    if (graph := graph_being_built()) is None:
+        return
+    functions = "PartitionedCall", "StatefulPartitionedCall"
+    taken = {x.name for op in graph.get_operations() if op.type in functions for x in op.inputs}
+    handles = {id(outer) for outer, inner in graph.captures if inner.name in taken}
+    for layer in layers:
+        if any(id(getattr(x.value, "handle", None)) in handles for x in layer.weights):
+            yield id(layer)
 
 
 @contextlib.contextmanager
@@ -382,8 +375,7 @@ def _embeddings(graph: Any, tensor: Any) -> Iterator[Any]:
     """All embeddings that may read an input of a functional graph."""
     for operation in graph.operations:
         for node in _keras.calls_of(operation):
-            args, kwargs = node.arguments.args, dict(node.arguments.kwargs)
-            kwargs.pop(ARGUMENT, None)  # (what rules read, no embedding reads there)
+            args, kwargs = node.arguments.args, node.arguments.kwargs
             if all(x is not tensor for x in keras.tree.flatten((args, kwargs))):
                 continue
             taken = []

@@ -1,15 +1,13 @@
-"""One call of attention under the rules of its layer.
+"""Layers of a masked model: attention that computes under rules, and the layers around it.
 
-A masked layer that is called puts its `head_mask_inputs` into a frame, where the attention inside
-finds them. A frame belongs to one call in one thread, so a model may run in many threads at once.
+Each is an object of a class made for its own, a `Part` beside its stock class. It keeps its name,
+its weights and its arguments. It gives its config to the masked model alone: elsewhere, in a file
+or a clone, the rule would be lost.
 """
 
-import contextlib
 import functools
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager
-from contextvars import ContextVar
-from typing import Any, NamedTuple
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
 
 import keras
 from keras import ops
@@ -18,118 +16,153 @@ from keras_headmask import _keras, masks
 from keras_headmask.attention import observers
 from keras_headmask.attention.choose import attend
 from keras_headmask.attention.request import Request, all_that_restricts, bound_to
-from keras_headmask.attention.tuning import holding
 from keras_headmask.layers.call_checks import is_zero
-from keras_headmask.retrofit.adapters import Attention, adapted, errors_naming, holds
-from keras_headmask.retrofit.rule import LayerRule, Tensors, rules_in_force
-from keras_headmask.retrofit.stale import (
-    check_not_in_own_function,
-    graph_being_built,
-    in_own_function,
+from keras_headmask.layers.masked import MaskedAttention
+from keras_headmask.retrofit.adapters import Attention, adapted, errors_naming, offset_of_call
+from keras_headmask.retrofit.frame import (
+    ALONE,
+    current_frame,
+    in_frame,
+    is_filing,
+    moved,
+    tensors_for,
+    tensors_of,
 )
+from keras_headmask.retrofit.rule import STATE, LayerRule, is_masked, rules_of
 from keras_headmask.rules import evaluation, offsets
 from keras_headmask.rules.base import MaskSpec
+from keras_headmask.rules.by_head import restricts
+
+if TYPE_CHECKING:
+    from keras.layers import Layer as _Layer
+else:
+    _Layer = object
+
+
+class Remats(_Layer):
+    """Lets what a RematScope runs again, for a gradient, find the frame of the first run."""
+
+    _stock_class: type  # of which this class was made
+
+    def rematerialized_call(self, layer_call: Any, *args: Any, **kwargs: Any) -> Any:
+        frame = current_frame()
+
+        @functools.wraps(layer_call)
+        def call_again(*args: Any, **kwargs: Any) -> Any:
+            with in_frame(frame):
+                return layer_call(*args, **kwargs)
+
+        return super().rematerialized_call(call_again, *args, **kwargs)
+
+    def save_to_preset(self, *args: Any, **kwargs: Any) -> None:
+        raise NotImplementedError(
+            "KerasHub loads a preset by the exact class of its config, so the rule would be lost "
+            "or the preset not load. Save the masked model by `model.save('model.keras')`; or save "
+            "`hm.unmasked(model)` as a preset and apply the rule again after `from_preset`."
+        )
+
+
+class Part(Remats):
+    """A layer of a masked model that is attention under a rule, or holds it."""
+
+    _default_save_signature: Any = None  # (TensorFlow would trace a model inside by itself)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        with moved(offset_of_call(self, args, kwargs, current_frame().offset)):
+            return super().__call__(*args, **kwargs)
+
+    def get_config(self) -> dict[str, Any]:
+        state = vars(self)[STATE]
+        owners = [state.owner, *(rule.owner for rule in rules_of(self))]
+        if lost := [owner for owner in owners if not is_filing(owner)]:
+            what = f"The config of the layer '{self.name}' was asked for outside"
+            raise ValueError(ALONE.format(what=what, model=lost[0].name))
+        return super().get_config()
+
+
+class State:
+    """What a part knows beside its stock class; Keras does not track it."""
+
+    def __init__(self, owner: keras.Model):
+        self.owner = owner  # the model that masked it
+        self.rules: tuple[LayerRule, ...] = ()  # of attention alone
+
+
+_made: dict[tuple[type, type], type] = {}
+
+
+def become(layer: Any, kind: Any, filed_as: str | None = None) -> None:
+    """Make `layer` also a `kind`; its class keeps its name, under which files have its weights."""
+    stock: Any = type(layer)
+    if (stock, kind) not in _made:
+        # Where the package is missing, Keras must not find a stock class for a masked model.
+        module = stock.__module__ if filed_as is None else "keras_headmask"
+        body = {"__module__": module, "__qualname__": stock.__qualname__, "_stock_class": stock}
+        _made[stock, kind] = made = type(stock)(stock.__name__, (kind, stock), body)
+        # (Not registered: KerasHub would take a class among the custom objects for one of its own.)
+        if filed_as is None:
+            _keras.files.file_as(made, stock)
+        else:
+            _keras.files.file_under(made, filed_as)
+    object.__setattr__(layer, "__class__", _made[stock, kind])
+
+
+def become_part(layer: Any, owner: keras.Model, kind: type = Part) -> None:
+    """Make `layer` a part of the masked model `owner`, unless it is part of a model inside."""
+    if not is_masked(layer):
+        vars(layer)[STATE] = State(owner)
+        become(layer, kind)
+
+
+def become_stock(layer: Any) -> None:
+    """Give `layer` its stock class again, without its rules."""
+    if not is_masked(layer):
+        return
+    object.__setattr__(layer, "__class__", layer._stock_class)
+    if getattr(vars(layer).pop(STATE), "rules", ()):
+        del vars(layer)[adapted(layer).hook]
+        if isinstance(layer, MaskedAttention):
+            own = layer.mask_spec
+            layer.__dict__["_restricts"] = own is not None and restricts(own, layer.num_heads)
+
+
+def obey(layer: Any, rule: LayerRule) -> None:
+    """Let attention `layer`, a part, obey `rule`; an earlier rule of the same model goes."""
+    # On the object: if the class had it, Keras would give up its shortcut for causal masks.
+    vars(layer)[adapted(layer).hook] = hook(layer)
+    state = vars(layer)[STATE]
+    state.rules = (*(x for x in state.rules if x.owner is not rule.owner), rule)
+    if rule.replaces:
+        layer.__dict__["_restricts"] = False  # of a layer of ours
+
+
+# --- A call ---------------------------------------------------------------------------------------
 
 Arguments = dict[str, Any]  # of a call of the hook, by the names of Keras' own class
 
 
-class Frame(NamedTuple):
-    """The state of a running call of a masked layer."""
-
-    inputs: tuple[tuple[keras.Layer, Tensors], ...]  # each with the layer called; outermost first
-    offset: Any  # the position of the first query in a cache; `None` without a cache
-    graph: Any  # TensorFlow's, in which the inputs were given
-    used: set[int]  # the attention layers that have run
-
-
-_frame: ContextVar[Frame | None] = ContextVar("frame", default=None)
-
-
-def current_frame() -> Frame:
-    return _frame.get() or Frame((), None, graph_being_built(), set())
-
-
-def in_frame(frame: Frame) -> AbstractContextManager[Any]:
-    """Run in `frame`, which another call opened."""
-    return holding(_frame, frame)
-
-
-@contextlib.contextmanager
-def opened_frame(
-    layers: Iterable[keras.Layer], inputs: Tensors | None, offset: Any
-) -> Iterator[Frame]:
-    """Open a frame with `inputs` for `layers`. It also holds what the frame around it holds.
-
-    An offset that the frame around it has is kept.
-    """
-    before = current_frame()
-    held, graph = before.inputs, before.graph
-    if inputs is not None:
-        held = (*held, *((layer, inputs) for layer in layers))
-        graph = graph_being_built()
-    frame = Frame(held, offset if before.offset is None else before.offset, graph, set())
-    with in_frame(frame):
-        yield frame
-    before.used.update(frame.used)
-
-
-def inputs_of(rule: LayerRule, attention: Any = None) -> Tensors | None:
-    """The tensors that `rule` reads in this call: those that its owner was called with.
-
-    If the owner was not called: those of another layer that holds the same `attention` and not the
-    owner. Those of a layer around the owner may belong to another sequence.
-    """
-    by_layer = current_frame().inputs[::-1]
-    candidates = [tensors for layer, tensors in by_layer if layer is rule.owner]
-    if not candidates and attention is not None:
-        candidates = [
-            tensors
-            for layer, tensors in by_layer
-            if holds(layer, attention) and not holds(layer, rule.owner)
-        ]
-    return next((tensors for tensors in candidates if set(rule.reads) <= tensors.keys()), None)
-
-
-def hook(layer: keras.Layer) -> Callable:
-    """A function that replaces `_compute_attention` of `layer`, and applies its rules.
-
-    It is set on the object: if the class had it, Keras would give up its shortcut for causal masks.
-    """
+def hook(layer: Any) -> Callable:
+    """A function that replaces `_compute_attention` of `layer`, and applies its rules."""
     name = adapted(layer).hook
 
-    def obey(*args: Any, **kwargs: Any) -> Any:
+    def compute(*args: Any, **kwargs: Any) -> Any:
         adapter = adapted(layer)
         arguments = adapter.arguments(*args, **kwargs)
         current_frame().used.add(id(layer))
-        rules = [rule for rule in rules_in_force(layer) if rule.restricts]
-        rules = [] if rules and observers.are_rules_off() else rules
-        in_force = [rule for rule in rules if _has_tensors(layer, rule)]
-        compute: Callable = functools.partial(without_rules, adapter)
-        if in_force:
+        given = () if observers.are_rules_off() else rules_of(layer)
+        rules = [x for x in given if x.restricts and tensors_for(x, layer) is not None]
+        if rules:
             attended = _under if adapter.softmax is None else _by_softmax
-            compute = functools.partial(attended, adapter, in_force)
-        context, probabilities = compute(arguments)
+            context, probabilities = attended(adapter, rules, arguments)
+        else:
+            context, probabilities = without_rules(adapter, arguments)
         return (context, probabilities) if adapter.gives_pair(arguments) else context
 
     @observers.asks
     def compute_attention(*args: Any, **kwargs: Any) -> Any:
-        return observers.run(layer, name, obey, *args, **kwargs)
+        return observers.run(layer, name, compute, *args, **kwargs)
 
     return compute_attention
-
-
-def _has_tensors(layer: Any, rule: LayerRule) -> bool:
-    """Whether the inputs of `rule` are tensors of the backend, not symbolic ones of Keras.
-
-    They are symbolic while a graph is made and Keras infers shapes. Without values the rule is left
-    out: shapes do not depend on it. A function compiled meanwhile would stay without the rule.
-    """
-    tensors = [current_frame().offset, *(inputs_of(rule, layer) or {}).values()]
-    if not any(map(keras.backend.is_keras_tensor, tensors)):
-        return True
-    if not _keras.for_shapes_alone():
-        raise RuntimeError(in_own_function(layer.name))
-    return False
 
 
 def without_rules(adapter: Attention, arguments: Arguments) -> tuple[Any, Any]:
@@ -259,31 +292,11 @@ def _checked_inputs(
     layer: Any, rule: LayerRule, lengths: evaluation.Lengths, offset: Any
 ) -> tuple[dict[str, Any], dict[MaskSpec, Any]]:
     """The mask inputs of `rule`, checked, and what is prepared of them."""
-    tensors: Mapping[str, Any] = {}
-    if rule.reads:
-        frame_inputs = inputs_of(rule, layer)
-        if frame_inputs is None:
-            raise ValueError(missing_inputs(layer.name, rule))
-        check_not_in_own_function(layer.name, current_frame().graph)
-        tensors = frame_inputs
+    tensors = tensors_of(rule) or {}
     inputs = rule.inputs_from(tensors)
     with errors_naming(layer):
         evaluation.check_inputs(rule.spec, inputs, lengths, offset)
     return inputs, rule.prepared(tensors)
-
-
-def missing_inputs(name: str, rule: LayerRule) -> str:
-    example = ", ".join(f"{name!r}: ..." for name in rule.reads)
-    return (
-        f"The attention layer '{name}' obeys a rule that reads {rule.reads}, and was called "
-        "without them. Build on tensors of the masked model, which hand them on: "
-        "`keras.Model(masked.input, layer(masked.output))`; or call the layer with "
-        f"`head_mask_inputs={{{example}}}`. The backbone of a masked task works alone if all that "
-        "the rule reads are its own inputs; else give the rule to the backbone first, and build "
-        "the task on it. (KerasHub's cache passes the newest token alone. "
-        "Generation with a cache by `generate()` keeps what rules read, for a causal language "
-        "model that has the rule itself; else rules on positions work: Window, Chunk, Keys.)"
-    )
 
 
 def _as_argument(attention_mask: Any, lengths: evaluation.Lengths) -> dict[str, Any]:

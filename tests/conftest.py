@@ -3,7 +3,6 @@ import ctypes
 import gc
 import json
 import os
-import re
 import resource
 import time
 from pathlib import Path
@@ -43,12 +42,7 @@ def pytest_configure(config):
         config.add_cleanup(lambda: tiny.__exit__(None, None, None))
 
 
-@pytest.hookimpl(tryfirst=True)  # before pytest leaves out what is marked
 def pytest_collection_modifyitems(config, items):
-    for item in items:
-        cases = item.get_closest_marker("every_day")
-        if cases and not all(re.search(words, item.callspec.id) for words in cases.args):
-            item.add_marker(pytest.mark.long)
     backend = keras.backend.backend()
     skip = pytest.mark.skip(reason=f"needs the TensorFlow backend; this run is on {backend}")
     for item in items:

@@ -124,7 +124,6 @@ SAMPLERS = {
 
 
 @pytest.mark.parametrize("sampler", SAMPLERS)
-@pytest.mark.every_day("top_k")
 def test_generation_under_any_rule_is_generation_without_a_cache(sampler):
     stock = causal_lm()
     masked = hm.apply_head_masks(stock, {"0": READING, "1": STREAMING}, add_inputs=True)
@@ -177,8 +176,9 @@ def decoder(name, **arguments):
     return getattr(keras_hub.models, CAUSAL_LMS[name])(backbone=backbone, preprocessor=None)
 
 
-@pytest.mark.parametrize("name", CAUSAL_LMS)
-@pytest.mark.every_day("Qwen 3$")
+@pytest.mark.parametrize(
+    "name", [pytest.param(x, marks=pytest.mark.long if x != "Qwen 3" else ()) for x in CAUSAL_LMS]
+)
 def test_a_family_generates_as_without_a_cache(name):
     stock = decoder(name, **NOT_LINEAR if "3.5" in name else {})
     masked = hm.apply_head_masks(stock, OF_EACH)
@@ -244,7 +244,6 @@ def test_a_step_is_a_row_of_the_whole_forward(name):
 
 
 @pytest.mark.parametrize("name", ["GPT-2", "Llama"])
-@pytest.mark.every_day("Llama")
 def test_generation_knows_which_tokens_it_wrote(name):
     """`generated` is left out of the prompt; what is passed under that name counts."""
     stock = causal_lm() if name == "GPT-2" else decoder(name)

@@ -34,7 +34,6 @@ def models():
 
 
 @pytest.mark.parametrize("name", BY_NAME)
-@pytest.mark.every_day("^(Bart|Bert)")
 def test_full_is_stock(models, name):
     stock, _ = models(name)
     full, given = hm.apply_head_masks(stock, hm.Full()), data(stock)

@@ -71,7 +71,6 @@ def outputs(model, inputs=None):
 
 
 @pytest.mark.parametrize("kind", ["self", "cross"])
-@pytest.mark.every_day("self")
 def test_a_rule_is_the_familys_own_attention_under_a_mask(stock, masked, kind, monkeypatch):
     if kind == "cross":
         masked = hm.apply_head_masks(stock, OF_CROSS, layers="cross")
@@ -83,7 +82,6 @@ def test_a_rule_is_the_familys_own_attention_under_a_mask(stock, masked, kind, m
         assert changes == (kind == "self" or "decoder" in name)
 
 
-@pytest.mark.every_day("Gemma")
 def test_a_rule_in_one_layer_alone(stock, monkeypatch):
     """What one layer hands to the next, T5's bias, holds nothing of its rule."""
     first = hm.apply_head_masks(stock, RULE, layers=0)

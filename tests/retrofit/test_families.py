@@ -60,7 +60,6 @@ ALIKE = "Mistral", "Qwen 2", "Phi-3", "Gemma"  # what is special in them, one of
 
 
 # What is true of one of these is true of the others, since they share an adapter.
-OF_EACH_KIND = "Llama|Gemma 2|Gemma 3n|Gemma 4|GPT-NeoX|Falcon|DeBERTa|gpt-oss"
 
 
 @pytest.fixture(
@@ -71,7 +70,6 @@ def family(request):
     return request.param
 
 
-@pytest.mark.every_day("Llama|Falcon|DeBERTa")
 def test_full_is_stock(family):
     stock, _ = models(family)
     full, given = hm.apply_head_masks(stock, hm.Full(), family.layers), data(stock)
@@ -79,7 +77,6 @@ def test_full_is_stock(family):
     assert type(full).__name__ == family.backbone
 
 
-@pytest.mark.every_day(OF_EACH_KIND)
 def test_a_rule_is_the_familys_own_attention_under_a_mask(family, monkeypatch):
     stock, masked = models(family)
     given = data(stock)
@@ -112,7 +109,6 @@ def test_gemmas_attention_without_a_backbone(monkeypatch):
     assert_close(numpy(out), wanted, depth=12)
 
 
-@pytest.mark.every_day("Llama|Falcon|DeBERTa")
 def test_a_copy_obeys_and_trains(family):
     stock, masked = models(family)
     given = data(masked)
@@ -128,7 +124,6 @@ def test_a_copy_obeys_and_trains(family):
     assert sum((a != b).any() for a, b in zip(after, before, strict=True)) > len(after) / 2
 
 
-@pytest.mark.every_day(OF_EACH_KIND)
 def test_a_head_that_is_not_is_refused(family):
     """A rule names query heads, of which there are four, whatever the keys have."""
     stock, _ = models(family)
@@ -192,7 +187,6 @@ IN_VLLM = [x for x in FAMILIES if x.name in ("Llama", "Mistral", "Qwen 2", "Qwen
 
 
 @pytest.mark.parametrize("family", IN_VLLM, ids=str)
-@pytest.mark.every_day("Llama")
 def test_a_class_that_returns_before_the_hook_is_refused(family, monkeypatch):
     masked = hm.apply_head_masks(models(family)[0], RULE)
     layer = attention(masked)[0]

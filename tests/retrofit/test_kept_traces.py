@@ -111,7 +111,6 @@ if keras.backend.backend() == "tensorflow":
 
 @pytest.mark.filterwarnings("ignore:Gradients do not exist")  # (of a layer built in a function)
 @pytest.mark.parametrize(("make", "rule", "first"), CASES)
-@pytest.mark.every_day("ids-(fit|predict|call)")
 def test_what_is_traced_for_shapes_first_has_the_rule(make, rule, first):
     inner = hm.apply_head_masks(one_layer(mask_zero=False), RULES[rule])
     model = MAKES[make](inner)

@@ -139,7 +139,6 @@ def test_an_edited_file_never_loads_without_its_rule(case):
 
 
 @pytest.mark.parametrize("dtype_policy", ["mixed_bfloat16", "float64"], indirect=True)
-@pytest.mark.every_day("bfloat16")
 def test_other_dtypes(dtype_policy, tmp_path):
     stock = one_layer()
     full = hm.apply_head_masks(stock, hm.Full())

@@ -237,7 +237,6 @@ class AfterABlock(layers.Layer):
     ],
     ids=["save", "deepcopy", "a rule on top"],
 )
-@pytest.mark.every_day("save")
 def test_a_rule_stays_with_its_attention_when_others_are_made_later(again, tmp_path):
     ids = keras.Input((None,), dtype="int32", name="token_ids")
     x = layers.Embedding(12, 8)(ids)

@@ -106,7 +106,6 @@ def by_peer(peer, given, specs):
 
 
 @pytest.mark.parametrize("rule", RULES)
-@pytest.mark.every_day("same sentence")
 def test_rules_match_hugging_face(stock, peer, given, rule):
     out = masked(stock, rule)(given)
     sequence, pooled = by_peer(peer, given, RULES[rule])

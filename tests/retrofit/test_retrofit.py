@@ -36,7 +36,6 @@ RULES = {
 @pytest.mark.parametrize("dropout", [0.0, 0.5])
 @pytest.mark.parametrize("tiled", [False, True], ids=["dense", "tiled"])
 @pytest.mark.parametrize("rule", RULES)
-@pytest.mark.every_day("dense-0.0|tiled-0.5")
 def test_a_rule_is_what_the_loops_say(rule, tiled, dropout, monkeypatch):
     went, real = [], choose.choose
     monkeypatch.setattr(choose, "choose", lambda *given: went.append(real(*given)) or went[-1])

@@ -87,7 +87,6 @@ def test_state_that_a_copy_has_no_layer_for_is_an_error():
 
 
 @pytest.mark.parametrize("name", ["Bert", "GPT2"])
-@pytest.mark.every_day("Bert")
 def test_the_backbone_of_a_masked_task_obeys(name, tmp_path):
     task, rule = task_of(name), rule_of(name)
     given = {k: numpy(x) for k, x in tokens(task).items()}

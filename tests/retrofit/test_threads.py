@@ -169,7 +169,6 @@ def state(masked):
 
 @pytest.mark.usefixtures("without_a_process")
 @pytest.mark.parametrize("look", LOOKS)
-@pytest.mark.every_day("^(export|plot|summary)$")
 def test_a_look_changes_nothing_for_other_threads(look, tmp_path, monkeypatch):
     """Whenever the look runs the model, another thread runs it too."""
     masked = looked_at_model()

@@ -71,15 +71,15 @@ def folder(module):
 # The most lines of each folder. A number may be lowered; a commit that raises one says what could
 # not be deleted instead.
 MOST_LINES = {
-    "attention": 2_900,
-    "rules": 3_670,
-    "retrofit": 3_810,
-    "heads": 1_460,
+    "attention": 2_700,
+    "rules": 3_380,
+    "retrofit": 3_290,
+    "heads": 1_300,
     "export": 590,
-    "look": 840,
+    "look": 730,
     "layers": 850,
-    "linting": 290,
-    "_keras": 770,
+    "linting": 270,
+    "_keras": 680,
     "generation": 150,
     "masks": 450,
 }

@@ -146,3 +146,17 @@ def test_the_tree_and_the_arrows_are_those_that_are_checked():
     above, _, _ = PAGES["architecture"].partition("<!-- kernels:start -->")
     rows = re.findall(r"^\| `(\w+)` \| (.*) \|$", above, re.MULTILINE)
     assert {name: set(re.findall(r"`(\w+)`", others)) for name, others in rows} == ARROWS
+
+
+# --- Bugs that `make test` catches ----------------------------------------------------------------
+
+
+def test_planted_bugs_are_edits_of_this_code_and_stand_in_the_table():
+    bugs = tomllib.loads((ROOT / "tests" / "planted.toml").read_text("utf-8"))["bug"]
+    texts = [(PACKAGE / bug["file"]).read_text("utf-8").count(bug["right"]) for bug in bugs]
+    assert [bug["name"] for bug, n in zip(bugs, texts, strict=True) if n != 1] == []
+    rows = [f"| {x['name']} | `{x['file']}` | `{x['test']}` |" for x in bugs]
+    table = (ROOT / "tests" / "README.md").read_text("utf-8").partition("<!-- bugs -->")[2]
+    assert [row for row in rows if row not in table] == []
+    for path, _, name in (bug["test"].partition("::") for bug in bugs):
+        assert f"def {name}(" in (ROOT / "tests" / path).read_text("utf-8"), name

@@ -60,8 +60,7 @@ def pytest_collection_modifyitems(config, items):
 # --- What `make test` runs ------------------------------------------------------------------------
 
 SECONDS = Path(__file__).with_name("seconds.json")  # of one core, as `make test-all` measured them
-KNOWN = json.loads(SECONDS.read_text()) if SECONDS.exists() else {}
-OF_THIS = KNOWN.get(keras.backend.backend(), {})  # by file, then by the rest of a case's name
+OF_THIS = json.loads(SECONDS.read_text()).get(keras.backend.backend(), {})  # by file, then by case
 LEAST = 0.05  # what takes less, or is not known, counts as half of it
 
 
@@ -116,7 +115,7 @@ def pytest_runtest_makereport(item, call):
 
 def pytest_runtest_logreport(report):
     if report.when == "teardown":
-        took[report.nodeid] = dict(report.user_properties)["seconds"]
+        took[report.nodeid] = dict(report.user_properties).get("seconds", 0.0)
 
 
 def _write_seconds():
@@ -128,8 +127,8 @@ def _write_seconds():
     files = {
         x: known for x, known in (OF_THIS | by_file).items() if (SECONDS.parents[1] / x).exists()
     }
-    KNOWN[keras.backend.backend()] = dict(sorted(files.items()))
-    SECONDS.write_text(json.dumps(dict(sorted(KNOWN.items())), indent=1) + "\n")
+    known = json.loads(SECONDS.read_text()) | {keras.backend.backend(): dict(sorted(files.items()))}
+    SECONDS.write_text(json.dumps(dict(sorted(known.items())), indent=1) + "\n")
 
 
 def _say_what_took_long(write_line):

@@ -15,9 +15,11 @@ TEXTS = {"token_ids": IDS, "padding_mask": np.ones((2, 10), "int32")}
 TEXTS["padding_mask"][1, 8:] = 0
 POSITIONS = {"position_ids": np.tile(np.arange(10), (2, 1))}
 NAMED = {str(family): family for family in FAMILIES}
-CASES = [pytest.param(family, RULE, id=f"masked-{name}") for name, family in NAMED.items()]
-for name in ("Llama", "Falcon", "DeBERTa v3"):  # one of each hook
-    CASES.append(pytest.param(NAMED[name], None, id=f"stock-{name}"))
+OF_EACH_HOOK = "Llama", "Falcon", "DeBERTa v3"
+CASES = [pytest.param(NAMED[name], None, id=f"stock-{name}") for name in OF_EACH_HOOK]
+for name, family in NAMED.items():
+    marks = () if name in OF_EACH_HOOK else pytest.mark.long
+    CASES.append(pytest.param(family, RULE, id=f"masked-{name}", marks=marks))
 
 
 @pytest.mark.parametrize(("family", "rule"), CASES)

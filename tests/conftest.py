@@ -50,9 +50,9 @@ def pytest_collection_modifyitems(config, items):
             item.add_marker(skip)
     if part := config.getoption("--part"):
         chosen = daily(item for item in items if not item.get_closest_marker("long"))
-        left_out = [item for item in items if (item in chosen) != (part == "daily")]
-        config.hook.pytest_deselected(items=left_out)
-        items[:] = [item for item in items if item not in set(left_out)]
+        left_out = {item for item in items if (item in chosen) != (part == "daily")}
+        config.hook.pytest_deselected(items=list(left_out))
+        items[:] = [item for item in items if item not in left_out]
     # The longest first: begun last, one would run alone for a minute.
     items.sort(key=lambda item: -_seconds(item) // 10)
 

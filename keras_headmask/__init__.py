@@ -5,6 +5,7 @@ import re
 from typing import TYPE_CHECKING
 
 from keras_headmask.rules import config, recipes
+from keras_headmask.rules.algebra import PerHead
 from keras_headmask.rules.base import MaskSpec, register_spec
 from keras_headmask.rules.inputs import (
     KeyFlag,
@@ -15,7 +16,6 @@ from keras_headmask.rules.inputs import (
     SameSegment,
     SameSentence,
 )
-from keras_headmask.rules.per_head import PerHead
 from keras_headmask.rules.positions import Chunk, Full, Keys, Nothing, Queries, Window
 from keras_headmask.rules.protocol import (
     Bounds,

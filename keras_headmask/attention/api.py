@@ -19,8 +19,9 @@ from keras_headmask.attention.request import (
 )
 from keras_headmask.attention.tuning import adapt_exports
 from keras_headmask.masks import Length, Tensor
-from keras_headmask.rules import evaluation, offsets
+from keras_headmask.rules import evaluation
 from keras_headmask.rules.base import MaskSpec, check_spec
+from keras_headmask.rules.evaluation import checked_or_default_offset
 
 _CALLED = "hm.dot_product_attention(query, key, value, ...)"
 
@@ -115,7 +116,7 @@ def dot_product_attention(
     if mask_spec is not None:
         check_spec(mask_spec, "mask_spec", _CALLED.replace("...", "mask_spec=SPEC"))
     changed = checked_changes(lengths, bias, logits_soft_cap, sinks)
-    query_offset = offsets.checked_or_default_offset(query_offset, mask_spec, queries, lengths.keys)
+    query_offset = checked_or_default_offset(query_offset, mask_spec, queries, lengths.keys)
     if not 0 <= dropout < 1:
         raise ValueError(f"`dropout` must be at least 0 and below 1. Received: {dropout}.")
     tiled = checked_tiled(tiled)

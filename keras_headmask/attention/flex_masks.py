@@ -8,11 +8,8 @@ import keras
 
 from keras_headmask.attention.head_groups import Part
 from keras_headmask.attention.tuning import current_tuning
-from keras_headmask.rules.base import MaskSpec, check_spec
-from keras_headmask.rules.by_head import check_heads
-from keras_headmask.rules.evaluation import Lengths, bind, check_inputs
-from keras_headmask.rules.fields import whole_number
-from keras_headmask.rules.offsets import checked_offset
+from keras_headmask.rules.base import MaskSpec, check_heads, check_spec, whole_number
+from keras_headmask.rules.evaluation import Lengths, bind, check_inputs, checked_offset
 from keras_headmask.rules.protocol import Sides
 
 _CALLED = "hm.flex_block_mask(spec, queries, keys, ...)"

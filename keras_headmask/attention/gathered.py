@@ -19,9 +19,8 @@ from keras_headmask.attention.head_groups import Part, folded, unfolded
 from keras_headmask.attention.logits import capped, hidden_logit, with_sinks
 from keras_headmask.attention.tuning import constant_when_compiled
 from keras_headmask.masks import Length, Mask, Tensor
-from keras_headmask.rules.base import MaskSpec
-from keras_headmask.rules.by_head import head_groups
-from keras_headmask.rules.coverage import is_local
+from keras_headmask.rules.algebra import is_local
+from keras_headmask.rules.base import MaskSpec, head_groups
 from keras_headmask.rules.evaluation import by_head, mask_at
 from keras_headmask.rules.protocol import Places
 

@@ -11,9 +11,8 @@ from keras_headmask.attention.logits import select_heads
 from keras_headmask.attention.tuning import Tuning
 from keras_headmask.masks import Tensor
 from keras_headmask.rules import evaluation
-from keras_headmask.rules.base import MaskSpec
-from keras_headmask.rules.by_head import head_groups
-from keras_headmask.rules.coverage import is_local
+from keras_headmask.rules.algebra import is_local
+from keras_headmask.rules.base import MaskSpec, head_groups
 from keras_headmask.rules.protocol import Bound, Sides
 
 

@@ -14,7 +14,7 @@ import keras
 import numpy as np
 
 from keras_headmask.masks import Length, Mask, Tensor
-from keras_headmask.rules import coverage
+from keras_headmask.rules import algebra
 from keras_headmask.rules.base import MaskSpec
 from keras_headmask.rules.protocol import Bounds, Sides, Span
 
@@ -81,10 +81,10 @@ def bounds_of(
         for leaf, inputs in leaf_inputs.items()
         if all(isinstance(value, Sides) for value in inputs.values())
     }
-    tiles = coverage.tile_grid(*lengths, *sizes, query_offset, arrays.starts, arrays.at_most)
+    tiles = algebra.tile_grid(*lengths, *sizes, query_offset, arrays.starts, arrays.at_most)
     # (A mask is widened by one that is false: sizes would be more nodes of a graph.)
     nowhere = (tiles.query_first != tiles.query_first) & (tiles.key_first != tiles.key_first)
-    possible, certain = (x | nowhere[None] for x in coverage.bounds(rule, tiles, spans))
+    possible, certain = (x | nowhere[None] for x in algebra.bounds(rule, tiles, spans))
     return Bounds(possible, certain & possible)
 
 

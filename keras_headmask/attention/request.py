@@ -13,7 +13,7 @@ from keras_headmask.attention import head_groups
 from keras_headmask.attention.logits import NONE, Changes
 from keras_headmask.attention.tuning import is_dense_scope
 from keras_headmask.masks import Length, Mask, Tensor, as_mask_input, sizes
-from keras_headmask.rules import evaluation, graph_shapes
+from keras_headmask.rules import evaluation, graphs
 from keras_headmask.rules.base import MaskSpec
 from keras_headmask.rules.inputs import KeyFlag, MaskInput, QueryFlag
 from keras_headmask.rules.protocol import Bound, Sides, Sizes
@@ -71,11 +71,11 @@ def bound_to(
     (batch, queries), keys = sizes(query)[:2], sizes(key)[1]
     known_sizes = Sizes(batch, queries, keys)
     if _is_graph(query):
-        known["heads"], checks = query.shape[2], graph_shapes.operand_checks(query, key, value)
+        known["heads"], checks = query.shape[2], graphs.operand_checks(query, key, value)
         if any(not isinstance(size, int) for size in known_sizes):
             given = known_sizes, rule, inputs, query_offset, query, key
             known_sizes, query = _sizes_from_inputs(*given)
-        query = graph_shapes.after(checks, query)
+        query = graphs.after(checks, query)
     lengths = known_sizes.queries, known_sizes.keys, query_offset
     return evaluation.bind(rule, inputs, *lengths, batch=known_sizes.batch, **known), query
 
@@ -87,7 +87,7 @@ def check_operands(query: Tensor, key: Tensor, value: Tensor) -> None:
     if not all(_agree(x.shape[axis], y.shape[axis]) for axis, x, y in (*pairs, (3, query, key))):
         operands = {"query": query, "key": key, "value": value}
         received = ", ".join(f"{name} {tuple(x.shape)}" for name, x in operands.items())
-        raise ValueError(f"{graph_shapes.OPERANDS} Received: {received}.")
+        raise ValueError(f"{graphs.OPERANDS} Received: {received}.")
 
 
 def _agree(size: int | None, other: int | None) -> bool:
@@ -111,11 +111,11 @@ def _sizes_from_inputs(
     query: Tensor,
     key: Tensor,
 ) -> tuple[Sizes, Tensor]:
-    """See `graph_shapes.sizes_from_input`."""
+    """See `graphs.sizes_from_input`."""
     kinds = {
         name: kind
         for name, kind in rule.inputs.items()
-        if kind.rank is not None and not graph_shapes.is_outside(name)
+        if kind.rank is not None and not graphs.is_outside(name)
     }
     if not kinds:
         return sizes, query
@@ -125,7 +125,7 @@ def _sizes_from_inputs(
     sides = (inputs[name],) * 2 if pair is None else pair
     mask_input = Sides(*(None if side is None else as_mask_input(side) for side in sides))
     is_self = _keras.tensorflow.are_as_long(query, key)
-    return graph_shapes.sizes_from_input(
+    return graphs.sizes_from_input(
         sizes, name, mask_input, kinds[name].sides, is_cut, is_self, query
     )
 

@@ -12,7 +12,7 @@ from typing import Any, Generic, TypeVar
 import keras
 
 from keras_headmask import _keras
-from keras_headmask.rules.places import narrow
+from keras_headmask.rules.evaluation import narrow
 
 T = TypeVar("T")
 Function = TypeVar("Function", bound=Callable)

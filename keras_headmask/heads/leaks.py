@@ -16,11 +16,9 @@ from keras import ops
 from keras_headmask import _keras
 from keras_headmask.heads.reading import by_name, check_inputs, is_several
 from keras_headmask.look.tables import Printed, Table
-from keras_headmask.rules import fields
-from keras_headmask.rules.base import MaskSpec, check_spec
+from keras_headmask.rules.base import MaskSpec, check_spec, enough_heads, not_negative
 from keras_headmask.rules.evaluation import make_mask
-from keras_headmask.rules.examples import marks_padding, padding_inputs
-from keras_headmask.rules.words import enough_heads
+from keras_headmask.rules.inputs import marks_padding, padding_inputs
 
 Arrays = dict[str, np.ndarray]
 
@@ -123,7 +121,7 @@ def find_leaks(
     True
     """
     check_spec(rule, "rule", "hm.find_leaks(what, inputs, rule=SPEC)")
-    return _Search(what, inputs, rule, real, fields.not_negative(tolerance, "tolerance")).report()
+    return _Search(what, inputs, rule, real, not_negative(tolerance, "tolerance")).report()
 
 
 class _Search:

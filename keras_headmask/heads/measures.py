@@ -11,8 +11,7 @@ import numpy as np
 from keras_headmask.heads.reading import allowed_pairs, read
 from keras_headmask.look import plotting
 from keras_headmask.look.tables import Printed, Table
-from keras_headmask.rules import fields
-from keras_headmask.rules.base import MaskSpec
+from keras_headmask.rules.base import MaskSpec, fraction
 from keras_headmask.rules.inputs import KeyIn, SameSentence
 from keras_headmask.rules.positions import Window
 
@@ -77,7 +76,7 @@ class HeadReport(Printed):
         Args:
             threshold: A number from 0 to 1.
         """
-        threshold, gains = fields.fraction(threshold, "threshold"), {}
+        threshold, gains = fraction(threshold, "threshold"), {}
         for measure, score in self.scores.items():
             even, most = self.uniform_baseline[measure], self.upper_bound[measure]
             # None where all heads have the same. (Rounded: attention is computed in float32.)

@@ -13,9 +13,9 @@ from keras_headmask.attention import observers
 from keras_headmask.retrofit.adapters import AttentionLayer, without_remat
 from keras_headmask.retrofit.find import Found
 from keras_headmask.retrofit.select import selected
-from keras_headmask.rules import evaluation, fields
-from keras_headmask.rules.base import MaskSpec
-from keras_headmask.rules.examples import padding_inputs
+from keras_headmask.rules import evaluation
+from keras_headmask.rules.base import MaskSpec, id_tuple, whole_number
+from keras_headmask.rules.inputs import padding_inputs
 
 _IDS = ("token_ids", "input_ids", "ids")
 
@@ -159,7 +159,7 @@ def read(
     `run_path` the path under which a run of a layer counts. `looked_for`: ids, or `None`, by the
     argument that passes them. They must stand in the texts.
     """
-    fields.whole_number(batch_size, "batch_size", at_least=1)
+    whole_number(batch_size, "batch_size", at_least=1)
     entries = selected(Found(model), layers)
     if others := [entry for entry in entries if entry.kind == "cross"]:
         raise ValueError(
@@ -179,7 +179,7 @@ def read(
     if stand.size and of_padding is not None:
         stand = stand[_as_array(named[of_padding]) != 0]
     for name, wanted in looked_for.items():
-        if wanted is not None and not np.isin(stand, fields.id_tuple(wanted, name)).any():
+        if wanted is not None and not np.isin(stand, id_tuple(wanted, name)).any():
             raise ValueError(
                 f"`{name}` must stand among the token ids of the texts. Received: {wanted}. Pass "
                 "ids of the model's tokenizer, and texts in an input named `token_ids`, or leave "

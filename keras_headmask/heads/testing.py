@@ -10,12 +10,10 @@ from keras import ops
 
 from keras_headmask.attention.planner import NUMPY, bounds_of
 from keras_headmask.heads import leaks
-from keras_headmask.rules import base, evaluation, examples, fields
-from keras_headmask.rules.base import MaskSpec
-from keras_headmask.rules.by_head import check_heads
-from keras_headmask.rules.offsets import checked_offset
+from keras_headmask.rules import base, evaluation
+from keras_headmask.rules.base import MaskSpec, check_heads, enough_heads
+from keras_headmask.rules.evaluation import checked_offset
 from keras_headmask.rules.protocol import Bound, Places, Sides
-from keras_headmask.rules.words import enough_heads
 
 
 def assert_no_leaks(
@@ -67,8 +65,8 @@ def assert_steps_equal(
     >>> assert_steps_equal(step, lambda x: np.cumsum(x, axis=1), x, state=0.0)
     """
     __tracebackhide__ = True
-    tolerance = fields.not_negative(tolerance, "tolerance")
-    fields.whole_number(prompt, "prompt", at_least=1)
+    tolerance = base.not_negative(tolerance, "tolerance")
+    base.whole_number(prompt, "prompt", at_least=1)
     arrays = leaks.arrays_of(whole, inputs)
     lengths = {x.shape[1] for x in arrays.values() if x.ndim > 1}
     if len(lengths) != 1 or prompt >= max(lengths):
@@ -138,7 +136,7 @@ def check_spec(
     offset, mask_inputs = checked_offset(query_offset), mask_inputs or {}
     distance = spec.sampling.distance
     enough = 256 if distance is None else min(max(3 * distance + 2, 32), 1024)
-    of_queries, of_keys = (examples.length_of(spec, mask_inputs, side) for side in (0, -1))
+    of_queries, of_keys = (evaluation.length_of(spec, mask_inputs, side) for side in (0, -1))
     queries = queries if queries is not None else of_queries or keys or of_keys or enough
     keys = keys if keys is not None else of_keys or queries
     heads = enough_heads(spec) if num_heads is None else num_heads

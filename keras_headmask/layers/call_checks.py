@@ -10,7 +10,7 @@ import keras
 from keras_headmask import masks
 from keras_headmask.attention.logits import checked_bias
 from keras_headmask.masks import Length, Tensor
-from keras_headmask.rules import evaluation, offsets
+from keras_headmask.rules import evaluation
 from keras_headmask.rules.base import MaskSpec
 
 # The first arguments of a layer's call.
@@ -69,7 +69,7 @@ def checked_call(
     if attention_mask is not None:
         attention_mask = masks.as_bool(attention_mask, "attention_mask")
     if len(query.shape) != 3:
-        offset = offsets.checked_offset(0 if query_offset is None else query_offset)
+        offset = evaluation.checked_offset(0 if query_offset is None else query_offset)
         if spec is not None or mask_inputs or not is_zero(offset):
             raise ValueError(
                 "A mask spec, `mask_inputs` and `query_offset` speak of one axis of queries and "
@@ -80,7 +80,7 @@ def checked_call(
         return offset
     lengths = evaluation.Lengths(query.shape[0], layer.num_heads, query.shape[1], value.shape[1])
     both = window if spec is None else spec if window is None else spec & window
-    offset = offsets.checked_or_default_offset(query_offset, both, lengths.queries, lengths.keys)
+    offset = evaluation.checked_or_default_offset(query_offset, both, lengths.queries, lengths.keys)
     for name, axis in (("query_mask", "queries"), ("value_mask", "keys"), ("key_mask", "keys")):
         if outside[name] is None:
             continue

@@ -28,8 +28,8 @@ from keras_headmask.layers.call_checks import (
     supports_unknown_lengths,
 )
 from keras_headmask.masks import Length, Mask, Tensor
-from keras_headmask.rules import by_head, config, evaluation
-from keras_headmask.rules.base import MaskSpec, check_spec
+from keras_headmask.rules import config, evaluation
+from keras_headmask.rules.base import MaskSpec, check_heads, check_spec, restricts
 from keras_headmask.rules.positions import Window
 
 # What restricts from outside of the rule.
@@ -76,8 +76,8 @@ class MaskedAttention(keras.Layer):
             check_spec(mask_spec, "mask_spec", f"{self._ours().__name__}(..., mask_spec=SPEC)")
             assert isinstance(mask_spec, MaskSpec)
             num_key_heads = getattr(self, "num_key_value_heads", None)
-            by_head.check_heads(mask_spec, self.num_heads, num_key_heads)
-            self._restricts = by_head.restricts(mask_spec, self.num_heads)
+            check_heads(mask_spec, self.num_heads, num_key_heads)
+            self._restricts = restricts(mask_spec, self.num_heads)
             mask_spec.get_config()  # raises for a spec that could not be saved
         self._mask_spec = mask_spec
         self._tiled = checked_tiled(tiled)

@@ -9,10 +9,10 @@ import keras
 import numpy as np
 from keras import ops
 
-from keras_headmask.rules import by_head, evaluation, words
-from keras_headmask.rules.base import MaskSpec, check_spec, leaves
-from keras_headmask.rules.examples import key_side, length_of, marks_padding
-from keras_headmask.rules.fields import whole_number
+from keras_headmask.rules import base, evaluation, words
+from keras_headmask.rules.base import MaskSpec, head_groups, leaves, whole_number
+from keras_headmask.rules.evaluation import key_side, length_of
+from keras_headmask.rules.inputs import marks_padding
 from keras_headmask.rules.protocol import BOTH
 
 _SHORTEST, _UNKNOWN = 16, 256  # positions at which a rule is looked at
@@ -90,7 +90,7 @@ def lint(
         return _of_model(rule, mask_inputs, sizes)
     for size in sizes:
         whole_number(size, "queries, keys and num_heads", at_least=1)
-    heads, inputs = num_heads or words.enough_heads(rule), dict(mask_inputs or {})
+    heads, inputs = num_heads or base.enough_heads(rule), dict(mask_inputs or {})
     marks = {x: key_side(inputs[x]) for x in inputs if marks_padding(x)}
     marks = {name: side != 0 for name, side in marks.items() if side is not None}
     given = {name: value for name, value in inputs.items() if name in rule.inputs}
@@ -120,7 +120,7 @@ def _of_model(model: Any, inputs: Mapping[str, Any] | None, sizes: Any) -> Findi
     from keras_headmask.retrofit.observe import watched
 
     if not isinstance(model, keras.Model):
-        check_spec(model, "rule", "hm.lint(SPEC)")  # raises
+        base.check_spec(model, "rule", "hm.lint(SPEC)")  # raises
     survey = Found(model)
     if survey.graph is None or not survey.rules:
         raise TypeError(f"`rule` must be a functional model with rules. Received: {model!r}.")
@@ -192,7 +192,7 @@ def _masks(spec: MaskSpec, num_heads: int, queries: int, keys: int, given: _Arra
         values[leaf] = ops.convert_to_numpy(mask)
     batch = max(value.shape[-4] for value in values.values())
     result = np.zeros((2,) * len(unknown) + (batch, num_heads, queries, keys), bool)
-    for rule, heads in by_head.head_groups(spec, num_heads):
+    for rule, heads in head_groups(spec, num_heads):
         some = (..., list(heads), slice(None), slice(None))
         own = {leaf: x if x.shape[-3] == 1 else x[some] for leaf, x in values.items()}
         result[some] = rule.fold(own.__getitem__, np.logical_and, np.logical_or, np.logical_not)
@@ -205,7 +205,7 @@ def _of_rule(spec: MaskSpec, allowed: np.ndarray) -> Iterator[Finding]:
     `allowed`: the mask without inputs, so that what is found holds whatever they hold.
     """
     at, of_heads = _AT.format(*allowed.shape[-2:]), np.moveaxis(allowed, -3, 0)
-    groups = by_head.head_groups(spec, len(of_heads))
+    groups = head_groups(spec, len(of_heads))
     for rule, heads in groups:
         if of_heads[heads[0]].all() and (rule.children or not rule.constant):
             yield Finding("hides-nothing", f"{rule!r} hides nothing {at}.", heads)

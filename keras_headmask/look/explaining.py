@@ -11,9 +11,7 @@ from keras_headmask.attention.head_groups import Part
 from keras_headmask.attention.request import Request
 from keras_headmask.layers.masked import MaskedAttention
 from keras_headmask.masks import Tensor
-from keras_headmask.rules.base import MaskSpec
-from keras_headmask.rules.fields import whole_number
-from keras_headmask.rules.words import enough_heads
+from keras_headmask.rules.base import MaskSpec, enough_heads, whole_number
 
 _SIZE = 8  # of a head, and of what a layer is given: it decides nothing
 

@@ -17,7 +17,7 @@ from matplotlib.patches import Patch
 from matplotlib.ticker import MaxNLocator
 
 from keras_headmask.look.grid import Grid
-from keras_headmask.rules.coverage import Coverage
+from keras_headmask.rules.algebra import Coverage
 
 # From light to dark, so that they differ in grey; blue and orange, so that they differ for an eye
 # that confuses red and green. Numbers have the colours of the rule: the smallest is the lightest.

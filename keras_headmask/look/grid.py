@@ -6,10 +6,9 @@ from typing import Any, NamedTuple
 import numpy as np
 from keras import ops
 
-from keras_headmask.rules import evaluation, fields, words
-from keras_headmask.rules.base import MaskSpec, check_spec
-from keras_headmask.rules.by_head import head_groups
-from keras_headmask.rules.coverage import Coverage
+from keras_headmask.rules import base, evaluation, words
+from keras_headmask.rules.algebra import Coverage
+from keras_headmask.rules.base import MaskSpec, check_spec, whole_number
 from keras_headmask.rules.protocol import Cuts, cut_out
 
 IN_TEXT, IN_PICTURES = 64, 128  # positions that are drawn one by one
@@ -65,16 +64,16 @@ def grid_of(
         raise ValueError("Give the number of `queries`, or `tokens` to count them by.")
     queries = len(names or ()) if queries is None else queries
     keys = (queries if names is None else len(names)) if keys is None else keys
-    fields.whole_number(queries, "queries", at_least=0)
-    fields.whole_number(keys, "keys", at_least=0)
-    fields.whole_number(query_offset, "query_offset")
+    whole_number(queries, "queries", at_least=0)
+    whole_number(keys, "keys", at_least=0)
+    whole_number(query_offset, "query_offset")
     if queries * keys > _MOST_PAIRS:
         raise ValueError(f"Draw fewer positions: {queries} x {keys} pairs are over {_MOST_PAIRS}.")
     tile = tile_of(queries, keys, IN_TEXT if called == "hm.draw" else IN_PICTURES, tile_size)
     rows, columns = labels_of(names, queries, keys, tile, query_offset)
-    count = words.enough_heads(spec) if num_heads is None else num_heads
+    count = base.enough_heads(spec) if num_heads is None else num_heads
     others = count - 1 if num_heads is None else None
-    groups = head_groups(spec, count)
+    groups = base.head_groups(spec, count)
     lengths = evaluation.Lengths(None, count, queries, keys)
     evaluation.check_inputs(spec, mask_inputs, lengths, query_offset, f"{called}(spec, ...)")
     bound = evaluation.bind(spec, mask_inputs, queries, keys, query_offset)
@@ -97,7 +96,7 @@ def grid_of(
         legend[Coverage.NONE] += f" (tiles of {tile} x {tile} positions)"
     else:
         del legend[Coverage.SOME]
-    return Grid(panels, words.sentences(spec, num_heads), rows, columns, tile, legend=legend)
+    return Grid(panels, base.sentences(spec, num_heads), rows, columns, tile, legend=legend)
 
 
 def reduced(function: np.ufunc, values: np.ndarray, tile: int) -> np.ndarray:
@@ -110,7 +109,7 @@ def reduced(function: np.ufunc, values: np.ndarray, tile: int) -> np.ndarray:
 def tile_of(queries: int, keys: int, most: int, tile_size: int | None = None) -> int:
     """Positions to a side of a tile: a power of 2 that leaves `most` / 2 tiles to a side, or 1."""
     if tile_size is not None:
-        return fields.whole_number(tile_size, "tile_size", at_least=1)
+        return whole_number(tile_size, "tile_size", at_least=1)
     longest = max(queries, keys)
     return 1 << ((2 * longest - 1) // most).bit_length() if longest > most else 1
 

@@ -15,8 +15,7 @@ import keras
 from keras_headmask.look import drawing
 from keras_headmask.look.grid import grid_of
 from keras_headmask.retrofit.find import Found
-from keras_headmask.rules import words
-from keras_headmask.rules.base import MaskSpec, leaves
+from keras_headmask.rules.base import MaskSpec, leaves, sentences
 
 _SHORTEST, _LONGEST = 12, 4096  # positions of the example that is drawn
 
@@ -32,7 +31,7 @@ def _rule_html(spec: MaskSpec, num_heads: int | None = None) -> str:
     """A rule in words, and drawn if it asks for positions alone."""
     from keras_headmask.look import plotting
 
-    said = _pre(words.sentences(spec, num_heads))
+    said = _pre(sentences(spec, num_heads))
     if spec.inputs:
         return said
     numbers = [n for leaf in leaves(spec) for n in vars(leaf).values() if isinstance(n, int)]

@@ -7,9 +7,8 @@ import keras
 import numpy as np
 
 from keras_headmask.look import grid
-from keras_headmask.rules import words
-from keras_headmask.rules.base import MaskSpec
-from keras_headmask.rules.per_head import head_numbers
+from keras_headmask.rules.algebra import head_numbers
+from keras_headmask.rules.base import MaskSpec, sentences
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -97,13 +96,13 @@ def plot_attention(
                 f"`heads` must name heads of the layer, 0 to {count - 1}. Received: {heads!r}."
             )
     elif seen.spec is not None:
-        free = [words.sees_everything(seen.spec.for_head(head)) for head in chosen]
+        free = [seen.spec.for_head(head).constant is True for head in chosen]
         chosen.sort(key=free.__getitem__)  # heads that see everything last
     tile = grid.tile_of(queries, keys, grid.IN_PICTURES)
     names = grid.labels_of(grid.texts_of(tokens), queries, keys, tile)
     probabilities, allowed = (x[0][chosen] for x in (seen.probabilities, seen.allowed))
     outside = ~allowed & (probabilities > 0)
-    caption = [] if seen.spec is None else words.sentences(seen.spec, count)
+    caption = [] if seen.spec is None else sentences(seen.spec, count)
     caption.append(seen.entry.path)
     if seen.spec is not None or not allowed.all():
         pairs = f"{outside.sum()} pair{'' if outside.sum() == 1 else 's'}"

@@ -22,8 +22,7 @@ from keras_headmask.retrofit.rule import STATE, LayerRule, is_masked, rules_of, 
 from keras_headmask.retrofit.select import specs_by_layer
 from keras_headmask.retrofit.sources import check_inputs, new_inputs, sources_of
 from keras_headmask.rules import config
-from keras_headmask.rules.base import MaskSpec
-from keras_headmask.rules.by_head import check_heads, restricts
+from keras_headmask.rules.base import MaskSpec, check_heads, restricts
 from keras_headmask.rules.words import aligned, numbers_in_words
 
 _WAYS = ("error", "and", "replace")

@@ -29,7 +29,7 @@ from keras_headmask.retrofit.adapters import (
 from keras_headmask.retrofit.frame import graph_being_built
 from keras_headmask.retrofit.rule import STATE, rules_of, spec_of
 from keras_headmask.rules.base import MaskSpec
-from keras_headmask.rules.examples import padding_inputs
+from keras_headmask.rules.inputs import padding_inputs
 
 
 class Found:

@@ -17,7 +17,7 @@ import keras
 
 from keras_headmask.retrofit.adapters import AttentionLayer
 from keras_headmask.retrofit.select import specs_by_layer
-from keras_headmask.rules.by_head import check_heads, restricts
+from keras_headmask.rules.base import check_heads, restricts
 from keras_headmask.rules.evaluation import Lengths, bind, check_inputs, mask_of_all_heads
 
 IMPLEMENTATION = "keras_headmask"

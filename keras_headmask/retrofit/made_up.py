@@ -8,7 +8,7 @@ import numpy as np
 
 from keras_headmask.retrofit.find import Found
 from keras_headmask.rules.base import MaskSpec, leaves
-from keras_headmask.rules.examples import marks_padding
+from keras_headmask.rules.inputs import marks_padding
 
 Arrays = dict[str, np.ndarray]
 

@@ -29,9 +29,8 @@ from keras_headmask.retrofit.frame import (
     tensors_of,
 )
 from keras_headmask.retrofit.rule import STATE, LayerRule, is_masked, rules_of
-from keras_headmask.rules import evaluation, offsets
-from keras_headmask.rules.base import MaskSpec
-from keras_headmask.rules.by_head import restricts
+from keras_headmask.rules import evaluation
+from keras_headmask.rules.base import MaskSpec, restricts
 
 if TYPE_CHECKING:
     from keras.layers import Layer as _Layer
@@ -187,7 +186,7 @@ def _under(adapter: Attention, rules: list[LayerRule], arguments: Arguments) -> 
     given = _offset(arguments)
     for rule in rules:
         if given is None and not rule.is_cross:  # may warn
-            offsets.checked_or_default_offset(None, rule.spec, lengths.queries, lengths.keys)
+            evaluation.checked_or_default_offset(None, rule.spec, lengths.queries, lengths.keys)
     offset = 0 if given is None else given
     mask, window = _masks_of_class(adapter, arguments, lengths, offset)
     spec: MaskSpec | None = None

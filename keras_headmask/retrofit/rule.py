@@ -10,9 +10,8 @@ from typing import Any
 import keras
 
 from keras_headmask.retrofit.adapters import adapted
-from keras_headmask.rules import by_head
-from keras_headmask.rules.base import MaskSpec, leaves
-from keras_headmask.rules.by_head import check_heads
+from keras_headmask.rules import base
+from keras_headmask.rules.base import MaskSpec, check_heads, leaves
 from keras_headmask.rules.protocol import Sides
 
 Source = str | tuple[str | None, str | None]
@@ -39,7 +38,7 @@ class LayerRule:
     @functools.cached_property
     def restricts(self) -> bool:
         """Whether the rule hides any key from any head."""
-        return by_head.restricts(self.spec, self.num_heads)
+        return base.restricts(self.spec, self.num_heads)
 
     @functools.cached_property
     def reads(self) -> list[str]:

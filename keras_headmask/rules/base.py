@@ -8,10 +8,14 @@ any spec, so that a new leaf is right before it is fast. Nothing here imports Ke
 
 import dataclasses
 import functools
-from collections.abc import Callable, Collection, Iterable, Mapping
-from typing import Any, TypeVar
+import math
+import numbers
+import operator
+import typing
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from typing import Annotated, Any, NoReturn, TypeVar
 
-from keras_headmask.rules import config, fields
+from keras_headmask.rules import config, words
 from keras_headmask.rules.protocol import (
     Bounds,
     InputType,
@@ -23,6 +27,8 @@ from keras_headmask.rules.protocol import (
 
 T = TypeVar("T")
 _Class = TypeVar("_Class", bound=type)
+_LARGEST = 2**31 - 1
+_MOST_HEADS = 100_000  # they are visited one by one
 
 
 class MaskSpec:
@@ -41,7 +47,7 @@ class MaskSpec:
     kind: str = ""
 
     def __post_init__(self) -> None:
-        fields.check_fields(self)
+        check_fields(self)
 
     # --- what it means ---
     @property
@@ -206,9 +212,7 @@ class MaskSpec:
         Head 0: a token sees its own sentence (sentences end with token 102). Heads 1 to 11: every \
 token that `padding_mask` does not hide.
         """
-        from keras_headmask.rules import words  # seldom needed
-
-        return " ".join(words.sentences(self, num_heads))
+        return " ".join(sentences(self, num_heads))
 
     def __repr__(self) -> str:
         """The call that makes this spec: required fields by place, others by name if set."""
@@ -301,7 +305,7 @@ def check_spec(value: Any, field: str, call: str = "SPEC") -> MaskSpec:
     if isinstance(value, MaskSpec):
         return value
     hint = f"{config.shown(value)}.{config.hint_for(value, call)}"
-    fields.fail(TypeError, field, f"`{field}` must be a mask spec. Received: {hint}")
+    fail(TypeError, field, f"`{field}` must be a mask spec. Received: {hint}")
 
 
 def merged_inputs(specs: Iterable[MaskSpec]) -> dict[str, InputType]:
@@ -375,3 +379,212 @@ def register_spec(kind: str) -> Callable[[_Class], _Class]:
         return cls
 
     return decorate
+
+
+# --- The rule of each head ------------------------------------------------------------------------
+
+
+def named_heads(spec: Any) -> Iterator[int]:
+    """Every head that `spec` numbers, in any `PerHead` of it."""
+    if spec.kind == "per_head":
+        yield from (head for head, _ in spec.heads)
+    for child in spec.children:
+        yield from named_heads(child)
+
+
+def check_heads(spec: MaskSpec, num_heads: int, num_key_heads: int | None = None) -> None:
+    """Every head that `spec` names must exist, also one whose rule equals the default.
+
+    `num_key_heads`: of keys and values, where query heads share them.
+    """
+    if whole_number(num_heads, "num_heads", at_least=1, any_size=True) > _MOST_HEADS:
+        raise ValueError(
+            f"`num_heads` must be at most {_MOST_HEADS}. Received: {num_heads}. Pass the number of "
+            "heads of the attention layer."
+        )
+    exist, hint = f"there are {num_heads} heads, numbered 0 to {num_heads - 1}", ""
+    if num_heads == 1:
+        exist, hint = "there is one head, numbered 0", " Pass `num_heads=` if there are more."
+    elif num_key_heads not in (None, num_heads):
+        exist = f"there are {num_heads} query heads, numbered 0 to {num_heads - 1}"
+        hint = f" A rule names query heads; {num_key_heads} of keys and values serve them."
+    for head in named_heads(spec):
+        if head >= num_heads:
+            raise ValueError(
+                f"The mask spec names head {head}, but {exist}. Received: {spec!r}.{hint}"
+            )
+
+
+def head_groups(spec: MaskSpec, num_heads: int) -> list[tuple[MaskSpec, tuple[int, ...]]]:
+    """Each rule that some head obeys, free of `PerHead`, with the heads that obey it."""
+    check_heads(spec, num_heads)
+    groups: dict[MaskSpec, list[int]] = {}
+    for head in range(num_heads):
+        groups.setdefault(spec.for_head(head), []).append(head)
+    return [(rule, tuple(heads)) for rule, heads in groups.items()]
+
+
+def restricts(spec: MaskSpec, num_heads: int) -> bool:
+    """Whether some head obeys another rule than a leaf that hides nothing."""
+    return any(rule.children or not rule.constant for rule, _ in head_groups(spec, num_heads))
+
+
+def enough_heads(spec: MaskSpec) -> int:
+    """So many that each head `spec` numbers is among them, and one that stands for the rest."""
+    return max(named_heads(spec), default=-1) + 2
+
+
+def sentences(spec: MaskSpec, num_heads: int | None = None) -> list[str]:
+    """A sentence for each group of heads that obey one rule; those that see everything last.
+
+    Without `num_heads` one head stands for all that `spec` does not name.
+    """
+    heads = enough_heads(spec) if num_heads is None else num_heads
+    others = heads - 1 if num_heads is None else None
+    by_rule: dict[MaskSpec, list[int]] = {}
+    for rule, of in head_groups(spec, heads):
+        if rule.constant is not None:
+            rule = config.KINDS["full" if rule.constant else "nothing"]()
+        by_rule.setdefault(rule, []).extend(of)
+    groups = [(others in of, rule.constant is True, rule, of) for rule, of in by_rule.items()]
+    groups.sort(key=lambda group: group[:2])
+    seen = [words.phrase(rule) for *_, rule, _ in groups]
+    if len(groups) == 1:
+        return [f"A token sees {seen[0]}."]
+    titles = [
+        "All other heads" if rest else words.heads_in_words(sorted(of)) for rest, *_, of in groups
+    ]
+    seen[0] = f"a token sees {seen[0]}"
+    return [f"{title}: {said}." for title, said in zip(titles, seen, strict=True)]
+
+
+# --- Checks of fields, called by constructors -----------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Check:
+    """In the `Annotated` type of a field: a function of the value and the name of the field.
+
+    The function raises for a bad value, and returns the value to store.
+    """
+
+    function: Callable[[Any, str], Any]
+
+
+def _check_in(annotation: Any) -> Check | None:
+    return next((x for x in getattr(annotation, "__metadata__", ()) if isinstance(x, Check)), None)
+
+
+def _types_of(cls: Any) -> dict[str, Any]:
+    """The annotations of a dataclass, those that are text evaluated, too."""
+    try:
+        return typing.get_type_hints(cls, include_extras=True)
+    except Exception:  # text that names what is not there, in a class made inside a function, say
+        return {field.name: field.type for field in dataclasses.fields(cls)}
+
+
+# By class, (field, check, whether None passes). (`torch.compile` reads a dict, and no
+# `functools.cache`.)
+_checks: dict[type, list[tuple[str, Callable[[Any, str], Any], bool]]] = {}
+
+
+def check_fields(spec: Any) -> None:
+    """Check each field of a spec under construction that has a `Check`, or a `Check` or None."""
+    if type(spec) not in _checks:
+        _checks[type(spec)] = _checks_of(type(spec))
+    for name, check, is_option in _checks[type(spec)]:
+        value = getattr(spec, name)
+        if value is not None or not is_option:
+            object.__setattr__(spec, name, check(value, name))
+
+
+def _checks_of(cls: Any) -> list[tuple[str, Callable[[Any, str], Any], bool]]:
+    types = _types_of(cls)
+    checks = []
+    for field in dataclasses.fields(cls):
+        annotation = types[field.name]
+        options = [(annotation, False), *((x, True) for x in typing.get_args(annotation))]
+        for option, is_option in options:
+            if check := _check_in(option):
+                checks.append((field.name, check.function, is_option))
+    return checks
+
+
+def fail(error: type[Exception], field: str, message: str) -> NoReturn:
+    """Raise `error`, remembering the field so that a JSON error can name its path."""
+    exception: Any = error(message)
+    exception.field = field
+    raise exception
+
+
+def whole_number(
+    value: Any, field: str, at_least: int | None = None, any_size: bool = False
+) -> int:
+    """`value` as an int; of 32 bits unless `any_size`, since it meets int32 positions and ids.
+
+    bool is refused, since True == 1 would make two specs equal.
+    """
+    try:
+        number = None if isinstance(value, bool) else operator.index(value)
+    except TypeError:
+        number = None
+    if number is None:
+        fail(TypeError, field, f"`{field}` must be a whole number. Received: {value!r}.")
+    if at_least is not None and number < at_least:
+        fail(ValueError, field, f"`{field}` must be at least {at_least}. Received: {number}.")
+    if abs(number) > _LARGEST and not any_size:
+        limits = f"between -{_LARGEST} and {_LARGEST} (32 bits)"
+        fail(ValueError, field, f"`{field}` must lie {limits}. Received: {number}.")
+    return number
+
+
+def not_negative(value: Any, field: str, most: float = math.inf) -> float:
+    """`value` as a finite number from 0 to `most`."""
+    is_open = most == math.inf
+    if isinstance(value, bool) or not isinstance(value, numbers.Real):
+        to = "on" if is_open else f"to {most}"
+        fail(TypeError, field, f"`{field}` must be a number from 0 {to}. Received: {value!r}.")
+    if not 0 <= float(value) <= most or math.isinf(value):
+        limits = "be finite and from 0 on" if is_open else f"lie between 0 and {most}"
+        fail(ValueError, field, f"`{field}` must {limits}. Received: {value!r}.")
+    return float(value)
+
+
+fraction = functools.partial(not_negative, most=1)
+
+
+def input_name(value: Any, field: str) -> str:
+    if not isinstance(value, str) or not value:
+        what = "the name under which the tensor is passed, such as 'sentence_ids'"
+        received = f"{value!r}."
+        shape = None if isinstance(value, type) else getattr(value, "shape", None)
+        if shape is not None:
+            received = f"{type(value).__name__} of shape {tuple(shape)}. Give a name here, "
+            received += "and pass the tensor in the call: mask_inputs={'sentence_ids': tensor}."
+        fail(TypeError, field, f"`{field}` is {what}. Received: {received}")
+    return value
+
+
+def id_tuple(value: Any, field: str) -> tuple[int, ...]:
+    """One id, or several, as a sorted tuple without repeats."""
+    if hasattr(value, "tolist"):
+        value = value.tolist()  # NumPy's
+    if hasattr(type(value), "__index__"):
+        value = (value,)
+    if isinstance(value, (str, bytes, dict)) or not hasattr(type(value), "__iter__"):
+        fail(TypeError, field, f"`{field}` must be ids, such as (102,). Received: {value!r}.")
+    ids = tuple(sorted({whole_number(v, field) for v in value}))
+    if not ids:
+        fail(ValueError, field, f"`{field}` must hold at least one id. Received none.")
+    return ids
+
+
+def _whole(**limits: Any) -> Check:
+    return Check(functools.partial(whole_number, **limits))
+
+
+Whole = Annotated[int, _whole()]
+NotNegative = Annotated[int, _whole(at_least=0)]
+Positive = Annotated[int, _whole(at_least=1)]
+Name = Annotated[str, Check(input_name)]
+Ids = Annotated[int | Sequence[int], Check(id_tuple)]  # kept as a tuple

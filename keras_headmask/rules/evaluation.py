@@ -5,7 +5,9 @@
 """
 
 import functools
+import warnings
 from collections.abc import Callable, Mapping
+from contextvars import ContextVar
 from typing import Any, NamedTuple
 
 import keras
@@ -13,19 +15,19 @@ import numpy as np
 from keras import ops
 
 from keras_headmask import masks
+from keras_headmask._keras.tensorflow import in_xla
 from keras_headmask.masks import Length, Mask, Tensor
-from keras_headmask.rules import graph_shapes
-from keras_headmask.rules.base import MaskSpec, check_spec, leaves
-from keras_headmask.rules.by_head import head_groups
+from keras_headmask.rules import graphs
+from keras_headmask.rules.base import MaskSpec, check_spec, head_groups, leaves, whole_number
 from keras_headmask.rules.config import did_you_mean
-from keras_headmask.rules.fields import whole_number
-from keras_headmask.rules.offsets import check_counted, checked_offset
-from keras_headmask.rules.once import made_once
-from keras_headmask.rules.places import pairs_at, position_dtype
+from keras_headmask.rules.graphs import made_once
 from keras_headmask.rules.protocol import BOTH, WHOLE, Bound, Cuts, InputType, Places, Sides, Sizes
 from keras_headmask.rules.words import counted
 
+MOST_OFFSET = 2**30  # positions are int32
 _PAIR = "pair (query_side, key_side)"
+
+narrow: ContextVar[bool] = ContextVar("positions of 32 bits", default=False)
 
 
 class Lengths(NamedTuple):
@@ -91,6 +93,88 @@ def as_pair(value: Any) -> tuple[Tensor, ...] | None:
     if isinstance(value, list) and len(value) == 2:
         return tuple(value) if all(v is None or hasattr(v, "shape") for v in value) else None
     return value if isinstance(value, tuple) else None
+
+
+def sides_of(value: Any) -> list[np.ndarray | None]:
+    """A mask input in NumPy: one tensor, or its sides of the queries and of the keys."""
+    pair = as_pair(value)
+    sides = (value,) if pair is None else pair
+    tensors = (ops.convert_to_numpy(side) if hasattr(side, "shape") else side for side in sides)
+    return [None if side is None else np.asarray(side) for side in tensors]
+
+
+def key_side(value: Any) -> np.ndarray | None:
+    """The key side of a mask input, if it is `(batch, length)`."""
+    side = sides_of(value)[-1]
+    return None if side is None or side.ndim != 2 else side
+
+
+def length_of(spec: MaskSpec, mask_inputs: Mapping[str, Any], side: int) -> int | None:
+    """How many queries (side 0) or keys (side -1) the examples that `spec` reads speak of."""
+    for name, kind in spec.inputs.items():
+        tensor = sides_of(mask_inputs[name])[side] if name in mask_inputs else None
+        if tensor is not None and (kind.rank is None or tensor.ndim == 2):
+            size = tensor.shape[-2 - side if kind.rank is None else 1]
+            if size > 1 or kind.rank is not None:
+                return size
+    return None
+
+
+def checked_offset(query_offset: Any) -> Length:
+    """`query_offset` as an int, or as a scalar integer tensor."""
+    if isinstance(query_offset, (int, np.integer)) and not isinstance(query_offset, bool):
+        offset = int(query_offset)
+        if abs(offset) <= MOST_OFFSET:
+            return offset
+    elif hasattr(query_offset, "dtype") and not isinstance(query_offset, np.ndarray):
+        offset = masks.as_mask_input(query_offset)
+        if len(offset.shape) == 0 and "int" in keras.backend.standardize_dtype(offset.dtype):
+            return offset
+    raise ValueError(
+        "`query_offset` must be a whole number within 30 bits, or a scalar integer tensor: one "
+        "offset for the whole batch. (Examples at different positions: pass an `attention_mask`.) "
+        f"Received: {query_offset!r}."
+    )
+
+
+def checked_or_default_offset(
+    query_offset: Any, spec: MaskSpec | None, queries: int | None, keys: int | None
+) -> Length:
+    """`query_offset`, checked; 0 for `None`, with a warning if a cached step may have lost it."""
+    if query_offset is not None:
+        return checked_offset(query_offset)
+    if queries is None or keys is None or queries >= keys:
+        return 0
+    if spec is not None and spec.reads_query_positions:
+        last = f"0 to {queries - 1}"
+        warnings.warn(
+            f"The rule depends on the positions of the queries, and the call has {queries} of them "
+            f"for {keys} keys: without `query_offset` they are taken to stand at positions {last}. "
+            f"In a step with a cache of keys pass `query_offset={keys - queries}`, the position of "
+            f"the first query. If positions {last} are meant, as in cross-attention, pass "
+            "`query_offset=0`.",
+            UserWarning,
+            stacklevel=3,
+        )
+    return 0
+
+
+def check_counted(spec: MaskSpec, name: str, query_offset: Length) -> None:
+    """Refuse a pair `(query_side, key_side)` at an offset for a rule that counts from the start.
+
+    The values cannot show whether the start of the query side was cut off.
+    """
+    if isinstance(query_offset, int) and query_offset == 0:
+        return
+    for leaf in leaves(spec):
+        if leaf.counts and "query" in leaf.inputs.get(name, InputType(sides=frozenset())).sides:
+            raise ValueError(
+                f"{leaf!r} counts from the first token of a sequence, so with a `query_offset` it "
+                f"needs the ids of the whole sequence. Received: `mask_inputs[{name!r}]` is a pair "
+                f"(query_side, key_side), with query_offset={query_offset}. Pass one tensor as "
+                f"long as the keys, mask_inputs={{{name!r}: ids}}. If queries and keys are of two "
+                "sequences, count before the call and let SameSegment compare the numbers."
+            )
 
 
 def check_inputs(
@@ -182,7 +266,7 @@ def _check_sides(
         if len(shape) != 2:
             raise ValueError(f"`{place}` must have shape (batch, length). Received: shape {shape}.")
         if None not in (shape[0], batch) and shape[0] != batch:
-            hint = f" {graph_shapes.REPEAT}" if shape[0] == 1 else ""
+            hint = f" {graphs.REPEAT}" if shape[0] == 1 else ""
             raise ValueError(
                 f"`{place}` has {counted(shape[0], 'example')} where the batch has {batch}. "
                 f"Received: shape {shape}.{hint}"
@@ -235,6 +319,16 @@ def _is_cut(place: str, length: int | None, lengths: Lengths, query_offset: Leng
     return queries != keys
 
 
+def position_dtype() -> str:
+    """The dtype of positions and ids: int64 on TensorFlow, which has no int32 arithmetic on a GPU.
+
+    (It computes int32 on the host. XLA does not; and LiteRT has no `//` of int64.)
+    """
+    if keras.backend.backend() != "tensorflow" or narrow.get() or in_xla():
+        return "int32"
+    return "int64"
+
+
 @made_once
 def bind(
     spec: MaskSpec,
@@ -280,19 +374,19 @@ def bind(
                 shared |= {name} if "query" in kind.sides else set()
             is_cut = pair is None and as_int(query_offset) != 0
             if sizes.batch is None:
-                sizes = sizes._replace(batch=graph_shapes.batch_of(sides[name]))
-            checks += graph_shapes.checks(name, sides[name], kind.sides, sizes, is_cut, heads)
+                sizes = sizes._replace(batch=graphs.batch_of(sides[name]))
+            checks += graphs.checks(name, sides[name], kind.sides, sizes, is_cut, heads)
         if sides:
             values = (prepared or {}).get(leaf) or leaf.prepare(sides)
             bound[leaf] = {name: _as_wide(value) for name, value in values.items()}
             for name in shared if as_int(query_offset) != 0 else ():
                 query, key = bound[leaf][name]
                 if query.shape[1] is None or query.shape[1] != as_int(queries):
-                    query = graph_shapes.standing_at(name, query, query_positions)
+                    query = graphs.standing_at(name, query, query_positions)
                     bound[leaf][name] = Sides(query, key)
             for name, values in bound[leaf].items():
                 read = leaf.inputs[name].sides if name in leaf.inputs else BOTH
-                bound[leaf][name] = graph_shapes.checked(
+                bound[leaf][name] = graphs.checked(
                     name, sides.get(name), values, read, sizes, checks
                 )
     return Bound(query_positions, ops.arange(keys, dtype=dtype), bound, sizes)
@@ -433,6 +527,31 @@ def _at(value: Any, heads: tuple[int, ...], places: Places) -> Any:
         of_query = side(value.query, places.queries, places.rows)
         return Sides(of_query, side(value.key, places.keys, places.columns))
     return pairs_at(_select_heads(value, heads), places)
+
+
+def pairs_at(value: Tensor, places: Places) -> Tensor:
+    """Cut n tiles `(n, h, queries or 1, keys or 1)` out of `(B or 1, h, T or 1, S or 1)`."""
+    keys = masks.sizes(value)[3]
+    rows = places.take(ops.reshape(value, (-1, keys)), rows_at(value, places))
+    if value.shape[3] == 1:
+        return rows
+    if keras.backend.backend() == "tensorflow":
+        import tensorflow as tf
+
+        return tf.gather(rows, places.keys[:, 0, 0], axis=3, batch_dims=1)
+    return ops.take_along_axis(rows, places.keys, axis=3)
+
+
+def rows_at(value: Tensor, places: Places) -> Tensor:
+    """The rows of `(B or 1, h, T or 1, ...)`, as one axis, that n tiles read: `(n, h, b or 1)`."""
+    dtype = keras.backend.standardize_dtype(places.examples.dtype)
+    (batch, heads, queries, _), examples = masks.sizes(value, dtype), places.examples
+    if value.shape[0] in (1, None):  # 1 serves every example, and may show when a graph runs
+        examples = ops.minimum(examples, batch - 1)
+    of_head = ops.reshape(ops.arange(heads, dtype=examples.dtype), (-1, 1, 1))
+    rows = examples * heads + of_head
+    rows = rows * queries  # of each tile and head the first
+    return ops.squeeze(rows if value.shape[2] == 1 else rows + places.queries, 3)
 
 
 def _select_heads(mask: Mask, heads: tuple[int, ...]) -> Mask:

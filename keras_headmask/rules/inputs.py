@@ -1,4 +1,4 @@
-"""Leaves that read mask inputs: ids, flags and whole masks.
+"""Leaves that read mask inputs: ids, flags and whole masks; and which inputs mark padding.
 
 `allowed` uses Python's operators alone, so it reads NumPy arrays and the tensors of every backend.
 (`==` between symbolic Keras tensors compares objects; hence `~(a != b)`.)
@@ -8,10 +8,10 @@ import dataclasses
 import functools
 import operator
 from collections.abc import Mapping
-from typing import cast
+from typing import Any, cast
 
-from keras_headmask.rules import fields, words
-from keras_headmask.rules.base import MaskSpec, register_spec
+from keras_headmask.rules import words
+from keras_headmask.rules.base import Ids, MaskSpec, Name, register_spec
 from keras_headmask.rules.protocol import (
     Bounds,
     InputType,
@@ -76,7 +76,7 @@ class SameSegment(_Ids):
     0 0 0 0
     """
 
-    input: fields.Name
+    input: Name
     sampling = Sampling(distance=0, segments=True)
 
     def in_words(self) -> str:
@@ -106,8 +106,8 @@ class SameSentence(_Ids):
     0 0 1 1 1
     """
 
-    end_ids: fields.Ids
-    input: fields.Name = "token_ids"
+    end_ids: Ids
+    input: Name = "token_ids"
     counts = True
 
     def _read(self, values: Tensor) -> Tensor:
@@ -130,7 +130,7 @@ class SameSentence(_Ids):
 class _Side(_Reader):
     """A flag of each key, or of each query: whether it is set, or its id is one of `ids`."""
 
-    input: fields.Name
+    input: Name
     _side = "key"
 
     @property
@@ -217,7 +217,7 @@ class KeyIn(_Side):
     0 1 0
     """
 
-    ids: fields.Ids
+    ids: Ids
 
 
 @register_spec("query_in")
@@ -236,7 +236,7 @@ class QueryIn(_Side):
     0 0
     """
 
-    ids: fields.Ids
+    ids: Ids
     _side = "query"
 
 
@@ -258,7 +258,7 @@ class MaskInput(MaskSpec):
     1 1
     """
 
-    input: fields.Name
+    input: Name
 
     @property
     def inputs(self) -> dict[str, InputType]:
@@ -282,3 +282,18 @@ def _as_ids(ids: Tensor) -> Tensor:
 def _is_one_of(ids: Tensor, wanted: tuple[int, ...]) -> Tensor:
     ids = _as_ids(ids)
     return functools.reduce(operator.or_, (~(ids != number) for number in wanted))
+
+
+def marks_padding(name: str) -> bool:
+    """Whether a mask input has a name that says it is true at real tokens.
+
+    KerasHub's names are `padding_mask`, `decoder_padding_mask` and so on, Hugging Face's is
+    `attention_mask`. PyTorch's `key_padding_mask` is true at padding, so its name says nothing.
+    """
+    is_padding = "padding_mask" in name and "key_padding_mask" not in name
+    return is_padding or name == "attention_mask"
+
+
+def padding_inputs(inputs: Mapping[str, Any]) -> list[str]:
+    """The names of `inputs` that are true at real tokens: of `(batch, length)`, and named so."""
+    return [name for name, x in inputs.items() if len(x.shape) == 2 and marks_padding(name)]

@@ -8,8 +8,16 @@ import functools
 import operator
 from collections.abc import Mapping
 
-from keras_headmask.rules import fields, words
-from keras_headmask.rules.base import MaskSpec, register_spec
+from keras_headmask.rules import words
+from keras_headmask.rules.base import (
+    MaskSpec,
+    NotNegative,
+    Positive,
+    Whole,
+    check_fields,
+    fail,
+    register_spec,
+)
 from keras_headmask.rules.protocol import (
     Bounds,
     Sampling,
@@ -84,16 +92,16 @@ class Window(MaskSpec):
     0 1 1 0
     """
 
-    before: fields.Whole | None = None
-    after: fields.Whole | None = None
-    step: fields.Positive = 1
+    before: Whole | None = None
+    after: Whole | None = None
+    step: Positive = 1
 
     def __post_init__(self) -> None:
-        fields.check_fields(self)
+        check_fields(self)
         before, after, step = self.before, self.after, self.step
         if before is not None and after is not None and after // step < -(before // step):
             multiple = f" that is a multiple of {step}" if step > 1 else ""
-            fields.fail(
+            fail(
                 ValueError,
                 "after",
                 f"No distance{multiple} lies from {-before} to {after}. Received: before={before}, "
@@ -188,9 +196,9 @@ class Chunk(MaskSpec):
     0 0 1 1
     """
 
-    size: fields.Positive
-    before: fields.NotNegative = 0
-    after: fields.NotNegative = 0
+    size: Positive
+    before: NotNegative = 0
+    after: NotNegative = 0
 
     def allowed(self, query_positions: Tensor, key_positions: Tensor, inputs: Mapping) -> Tensor:
         query, key = query_positions // self.size, key_positions // self.size
@@ -219,15 +227,15 @@ class Chunk(MaskSpec):
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class _Range(MaskSpec):
-    start: fields.NotNegative
-    stop: fields.Positive | None = None
+    start: NotNegative
+    stop: Positive | None = None
 
     def __post_init__(self) -> None:
-        fields.check_fields(self)
+        check_fields(self)
         if self.stop is not None and self.stop <= self.start:
             problem = f"no position lies in [{self.start}, {self.stop})"
             message = f"`stop` must be greater than `start`: {problem}. Write Nothing() for that."
-            fields.fail(ValueError, "stop", message)
+            fail(ValueError, "stop", message)
 
     def allowed(self, query_positions: Tensor, key_positions: Tensor, inputs: Mapping) -> Tensor:
         positions = query_positions if self.reads_query_positions else key_positions

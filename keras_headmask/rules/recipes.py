@@ -12,8 +12,7 @@
 from collections.abc import Sequence
 
 from keras_headmask.rules import config
-from keras_headmask.rules.base import MaskSpec
-from keras_headmask.rules.fields import id_tuple, input_name, whole_number
+from keras_headmask.rules.base import MaskSpec, id_tuple, input_name, whole_number
 from keras_headmask.rules.inputs import (
     KeyFlag,
     KeyIn,

@@ -1,6 +1,6 @@
 """A rule in plain English, and text for a terminal.
 
-Each leaf says by `in_words` what a token sees; here the parts are joined, and the heads.
+Each leaf says by `in_words` what a token sees; here the parts are joined.
 Nothing here imports the specs, so that a spec can describe itself.
 """
 
@@ -8,39 +8,6 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from keras_headmask.rules import config
-from keras_headmask.rules.by_head import head_groups, named_heads
-
-
-def sentences(spec: Any, num_heads: int | None = None) -> list[str]:
-    """A sentence for each group of heads that obey one rule; those that see everything last.
-
-    Without `num_heads` one head stands for all that `spec` does not name.
-    """
-    heads = enough_heads(spec) if num_heads is None else num_heads
-    others = heads - 1 if num_heads is None else None
-    by_rule: dict[Any, list[int]] = {}
-    for rule, of in head_groups(spec, heads):
-        if rule.constant is not None:
-            rule = config.KINDS["full" if rule.constant else "nothing"]()
-        by_rule.setdefault(rule, []).extend(of)
-    groups = [(others in of, sees_everything(rule), rule, of) for rule, of in by_rule.items()]
-    groups.sort(key=lambda group: group[:2])
-    seen = [phrase(rule) for *_, rule, _ in groups]
-    if len(groups) == 1:
-        return [f"A token sees {seen[0]}."]
-    titles = ["All other heads" if rest else heads_in_words(sorted(of)) for rest, *_, of in groups]
-    seen[0] = f"a token sees {seen[0]}"
-    return [f"{title}: {said}." for title, said in zip(titles, seen, strict=True)]
-
-
-def enough_heads(spec: Any) -> int:
-    """So many that each head `spec` numbers is among them, and one that stands for the rest."""
-    return max(named_heads(spec), default=-1) + 2
-
-
-def sees_everything(rule: Any) -> bool:
-    """Whether `rule` hides nothing. Heads under such a rule come last wherever heads are listed."""
-    return rule.constant is True
 
 
 def heads_in_words(heads: Sequence[int]) -> str:

@@ -32,10 +32,10 @@ def entered(call):
 
 # The most files. A number may be lowered; a commit that raises one says what it could not avoid.
 MOST = {
-    "apply_head_masks": 23,
-    "a masked call": 31,
-    "attention_probabilities": 33,
-    "export_saved_model": 39,
+    "apply_head_masks": 20,
+    "a masked call": 26,
+    "attention_probabilities": 28,
+    "export_saved_model": 32,
 }
 
 

@@ -187,12 +187,12 @@ TEXT_ANNOTATIONS = """
 from __future__ import annotations
 import dataclasses
 import keras_headmask as hm
-from keras_headmask.rules import fields
+from keras_headmask.rules import base
 
 @dataclasses.dataclass(frozen=True)
 class Spec(hm.MaskSpec):
-    size: fields.Positive
-    step: fields.Positive | None = None
+    size: base.Positive
+    step: base.Positive | None = None
     odd: no_such_name | None = None
 """
 

@@ -11,7 +11,7 @@ from strategies import MANY, mask_inputs, positional_leaves, reading_leaves
 import keras_headmask as hm
 from keras_headmask.attention import planner
 from keras_headmask.rules import evaluation
-from keras_headmask.rules.coverage import is_local
+from keras_headmask.rules.algebra import is_local
 from keras_headmask.rules.protocol import Sides
 
 

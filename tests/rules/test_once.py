@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import keras_headmask as hm
-from keras_headmask.rules.once import once
+from keras_headmask.rules.graphs import once
 
 pytestmark = pytest.mark.tensorflow
 

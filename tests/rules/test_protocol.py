@@ -16,7 +16,7 @@ from keras_headmask.attention.request import Request
 from keras_headmask.export.signature import Input
 from keras_headmask.retrofit.find import Found
 from keras_headmask.retrofit.made_up import made_up
-from keras_headmask.rules import config, evaluation, offsets
+from keras_headmask.rules import config, evaluation
 from keras_headmask.rules.algebra import Compound
 from keras_headmask.rules.base import leaves
 
@@ -113,7 +113,7 @@ def test_a_twin_is_treated_alike(leaf):
             found = [hm.lint(one, mask_inputs=x) for x in (None, inputs_of(one, 24) or None)]
             with warnings.catch_warnings(record=True) as said:
                 warnings.simplefilter("always", UserWarning)
-                assert offsets.checked_or_default_offset(None, one, 1, 4) == 0
+                assert evaluation.checked_or_default_offset(None, one, 1, 4) == 0
             of_both.append(
                 (
                     gathered.plan_of(choose.part_of_all(request), LENGTH, LENGTH + 9, 3),

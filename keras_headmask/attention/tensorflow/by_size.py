@@ -18,7 +18,7 @@ from keras_headmask.attention.tensorflow.plan import Plan, planned
 from keras_headmask.attention.tuning import is_forward_only
 from keras_headmask.masks import Length, Tensor
 from keras_headmask.rules.evaluation import mask_of_all_heads
-from keras_headmask.rules.once import made_once
+from keras_headmask.rules.graphs import made_once
 from keras_headmask.rules.protocol import Sizes
 
 

@@ -17,14 +17,7 @@ from keras_headmask.rules.inputs import (
     SameSentence,
 )
 from keras_headmask.rules.positions import Chunk, Full, Keys, Nothing, Queries, Window
-from keras_headmask.rules.protocol import (
-    Bounds,
-    InputType,
-    Sampling,
-    Sides,
-    Span,
-    Tiles,
-)
+from keras_headmask.rules.protocol import Bounds, InputType, Sides, Span, Tiles
 
 __version__ = "0.2.0"
 
@@ -53,7 +46,6 @@ __all__ = [
     "QueryIn",
     "SameSegment",
     "SameSentence",
-    "Sampling",
     "Sides",
     "Span",
     "Suggestion",

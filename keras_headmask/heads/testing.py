@@ -11,6 +11,7 @@ from keras import ops
 from keras_headmask.attention.planner import NUMPY, bounds_of
 from keras_headmask.heads import leaks
 from keras_headmask.rules import base, evaluation
+from keras_headmask.rules.algebra import farthest
 from keras_headmask.rules.base import MaskSpec, check_heads, enough_heads
 from keras_headmask.rules.evaluation import checked_offset
 from keras_headmask.rules.protocol import Bound, Places, Sides
@@ -112,9 +113,9 @@ def check_spec(
 ) -> None:
     """Fail if attention under a spec of your own would be wrong.
 
-    Each kind that it is made of is tried: `allowed` for a few tiles at once, `coverage` and
-    `constant`, against the whole mask. And `spec` must come back from its JSON, equal and with an
-    equal hash. Give its fields values other than the defaults.
+    Each kind that it is made of is tried: `allowed` for a few tiles at once, and `coverage`,
+    against the whole mask. And `spec` must come back from its JSON, equal and with an equal hash.
+    Give its fields values other than the defaults.
 
     Args:
         spec: A `MaskSpec`, of your own kind or made of some.
@@ -134,8 +135,7 @@ def check_spec(
     __tracebackhide__ = True
     base.check_spec(spec, "spec", "hm.testing.check_spec(SPEC)")
     offset, mask_inputs = checked_offset(query_offset), mask_inputs or {}
-    distance = spec.sampling.distance
-    enough = 256 if distance is None else min(max(3 * distance + 2, 32), 1024)
+    enough = min(max(3 * (farthest(spec) or 0) + 2, 256), 1024)
     of_queries, of_keys = (evaluation.length_of(spec, mask_inputs, side) for side in (0, -1))
     queries = queries if queries is not None else of_queries or keys or of_keys or enough
     keys = keys if keys is not None else of_keys or queries
@@ -162,12 +162,10 @@ def _broken(spec: MaskSpec, mask_inputs: Any, lengths: Any, offset: Any) -> Iter
     _, heads, queries, keys = lengths
     for leaf in base.leaves(spec):
         bound, name = evaluation.bind(leaf, mask_inputs, queries, keys, offset), type(leaf).__name__
-        whole = ops.convert_to_numpy(evaluation.allowed_tile(leaf, bound, tuple(range(heads))))
+        whole = ops.convert_to_numpy(evaluation.mask_of_heads(leaf, bound, tuple(range(heads))))
         whole = np.broadcast_to(whole, (*whole.shape[:2], queries, keys))
         if not whole.size:
             yield f"There must be examples, queries and keys. Received: a mask of {whole.shape}."
-        if leaf.constant is not None and (whole != leaf.constant).any():
-            yield f"`{name}.constant` is {leaf.constant}, but the mask is not so: leave it out."
         for problem in _broken_tiles(leaf, bound, whole, heads):
             yield (
                 f"`{name}.allowed` is not element-wise: {problem}, but not in the whole mask. Each "

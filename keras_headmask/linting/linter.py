@@ -10,9 +10,10 @@ import numpy as np
 from keras import ops
 
 from keras_headmask.rules import base, evaluation, words
+from keras_headmask.rules.algebra import farthest
 from keras_headmask.rules.base import MaskSpec, head_groups, leaves, whole_number
 from keras_headmask.rules.evaluation import key_side, length_of
-from keras_headmask.rules.inputs import marks_padding
+from keras_headmask.rules.inputs import ids_of, marks_padding
 from keras_headmask.rules.protocol import BOTH
 
 _SHORTEST, _UNKNOWN = 16, 256  # positions at which a rule is looked at
@@ -164,7 +165,7 @@ def _unknown_leaves(spec: MaskSpec, given: _Arrays) -> list[MaskSpec]:
 
 def _length_for(spec: MaskSpec, num_heads: int) -> tuple[int, bool]:
     """A length at which every number of the rule matters, and whether it is not too long."""
-    distance = spec.sampling.distance
+    distance = farthest(spec)
     wanted = _UNKNOWN if distance is None else max(_SHORTEST, 2 * distance + 2)
     unknown = min(len(_unknown_leaves(spec, {})), _MOST_UNKNOWN)
     most = math.isqrt(_MOST_PAIRS // (num_heads << unknown))
@@ -207,7 +208,7 @@ def _of_rule(spec: MaskSpec, allowed: np.ndarray) -> Iterator[Finding]:
     at, of_heads = _AT.format(*allowed.shape[-2:]), np.moveaxis(allowed, -3, 0)
     groups = head_groups(spec, len(of_heads))
     for rule, heads in groups:
-        if of_heads[heads[0]].all() and (rule.children or not rule.constant):
+        if of_heads[heads[0]].all() and rule.kind != "full":
             yield Finding("hides-nothing", f"{rule!r} hides nothing {at}.", heads)
     for (one, heads), (other, more) in itertools.combinations(groups, 2):
         if (of_heads[heads[0]] == of_heads[more[0]]).all() and not of_heads[more[0]].all():
@@ -228,7 +229,7 @@ def _dead_rows(spec: MaskSpec, allowed: np.ndarray, marks: _Arrays) -> Iterator[
     by_rows: dict[tuple[int, ...], list[int]] = {}
     for head in np.flatnonzero(dead.any((0, 2))).tolist():
         rule, some = spec.for_head(head), np.flatnonzero(dead[:, head].any(0)).tolist()
-        if rule.constant is not False or rule.children:  # (`Nothing()` switches a head off)
+        if rule.kind != "nothing":  # (`Nothing()` switches a head off)
             by_rows.setdefault(tuple(some), []).append(head)
     for rows, heads in by_rows.items():
         text = words.numbers_in_words(rows)
@@ -257,10 +258,10 @@ def _padding_seen(allowed: np.ndarray, marks: _Arrays) -> list[Finding]:
 def _end_id_pads(spec: MaskSpec, given: _Arrays, marks: _Arrays) -> Iterator[Finding]:
     """Ids that end a part of the sequence, but occur at padding alone."""
     for leaf in leaves(spec):
-        ends_parts = leaf.sampling.ids and all(x.sides == BOTH for x in leaf.inputs.values())
+        ends_parts = ids_of(leaf) and all(x.sides == BOTH for x in leaf.inputs.values())
         if ends_parts and not _unknown_leaves(leaf, given):
             ids: Any = key_side(given[next(iter(leaf.inputs))])
-            found = np.isin(ids, leaf.sampling.ids)
+            found = np.isin(ids, ids_of(leaf))
             real = [found & x for x in marks.values() if x.shape == found.shape]
             if real and found.any() and not np.logical_and.reduce(real).any():
                 message = f"The ids that {leaf!r} looks for occur at padding alone: check them."

@@ -9,7 +9,7 @@ from keras import ops
 from keras_headmask.rules import base, evaluation, words
 from keras_headmask.rules.algebra import Coverage
 from keras_headmask.rules.base import MaskSpec, check_spec, whole_number
-from keras_headmask.rules.protocol import Cuts, cut_out
+from keras_headmask.rules.protocol import Sides
 
 IN_TEXT, IN_PICTURES = 64, 128  # positions that are drawn one by one
 _MOST_PAIRS = 2**26
@@ -76,11 +76,10 @@ def grid_of(
     groups = base.head_groups(spec, count)
     lengths = evaluation.Lengths(None, count, queries, keys)
     evaluation.check_inputs(spec, mask_inputs, lengths, query_offset, f"{called}(spec, ...)")
-    bound = evaluation.bind(spec, mask_inputs, queries, keys, query_offset)
-    first = Cuts(batch=cut_out(slice(0, 1)))
+    bound = evaluation.bind(spec, mask_inputs, queries, keys, query_offset).changed(_first)
     drawn: dict[int, tuple[list[int], np.ndarray]] = {}  # by mask: equal tiles may hide others
     for rule, heads in groups:
-        mask = ops.convert_to_numpy(evaluation.allowed_tile(rule, bound, heads, first))[0]
+        mask = ops.convert_to_numpy(evaluation.mask_of_heads(rule, bound, heads))[0]
         masks = np.broadcast_to(mask, (len(heads), queries, keys))
         for head, allowed in zip(heads, masks, strict=True):
             some, every = (reduced(f, allowed, tile) for f in (np.logical_or, np.logical_and))
@@ -97,6 +96,13 @@ def grid_of(
     else:
         del legend[Coverage.SOME]
     return Grid(panels, base.sentences(spec, num_heads), rows, columns, tile, legend=legend)
+
+
+def _first(value: Any) -> Any:
+    """The first example of a prepared mask input."""
+    if isinstance(value, Sides):
+        return Sides(*(None if side is None else side[:1] for side in value))
+    return value[:1]
 
 
 def reduced(function: np.ufunc, values: np.ndarray, tile: int) -> np.ndarray:

@@ -96,7 +96,7 @@ def plot_attention(
                 f"`heads` must name heads of the layer, 0 to {count - 1}. Received: {heads!r}."
             )
     elif seen.spec is not None:
-        free = [seen.spec.for_head(head).constant is True for head in chosen]
+        free = [seen.spec.for_head(head).kind == "full" for head in chosen]
         chosen.sort(key=free.__getitem__)  # heads that see everything last
     tile = grid.tile_of(queries, keys, grid.IN_PICTURES)
     names = grid.labels_of(grid.texts_of(tokens), queries, keys, tile)

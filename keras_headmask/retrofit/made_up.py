@@ -8,7 +8,8 @@ import numpy as np
 
 from keras_headmask.retrofit.find import Found
 from keras_headmask.rules.base import MaskSpec, leaves
-from keras_headmask.rules.inputs import marks_padding
+from keras_headmask.rules.inputs import ids_of, marks_padding
+from keras_headmask.rules.protocol import InputType
 
 Arrays = dict[str, np.ndarray]
 
@@ -63,7 +64,7 @@ def made_up(
             if name in names or (name == first_ids and names.isdisjoint(inputs)):
                 readers.append(leaf)
         below = min((layer.input_dim for layer in found.embeddings_of(name)), default=None)
-        wanted = [i for leaf in readers for i in leaf.sampling.ids if below is None or i < below]
+        wanted = [i for leaf in readers for i in ids_of(leaf) if below is None or i < below]
         if "float" in dtype:
             value: np.ndarray = rng.normal(size=shape)
         elif len(shape) == 4:  # a whole mask: every query sees itself and about half of the rest
@@ -73,7 +74,7 @@ def made_up(
             value = np.arange(shape[1])[None, :] < keep[:, None]
         elif dtype == "bool":
             value = rng.random(shape) < 0.5
-        elif below is None and any(leaf.sampling.segments for leaf in readers):
+        elif below is None and any(map(_numbers_parts, readers)):
             value = np.cumsum(rng.random(shape) < 0.25, axis=-1)
         else:
             value = rng.integers(0, 2 if below is None else below, shape)
@@ -81,6 +82,11 @@ def made_up(
                 value = np.where(rng.random(shape) < 0.2, rng.choice(wanted, shape), value)
         arrays[name] = value.astype(dtype if dtype != "bfloat16" else "float32")
     return arrays
+
+
+def _numbers_parts(leaf: MaskSpec) -> bool:
+    """Whether ids of queries and keys are compared, and none is looked for: those of segments."""
+    return not ids_of(leaf) and all(kind == InputType() for kind in leaf.inputs.values())
 
 
 def _holds_ids(name: str, x: Any) -> bool:

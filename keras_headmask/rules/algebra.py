@@ -23,12 +23,13 @@ from keras_headmask.rules.base import (
     check_fields,
     check_spec,
     fail,
+    leaves,
     merged_inputs,
     register_spec,
     whole_number,
 )
 from keras_headmask.rules.positions import Full
-from keras_headmask.rules.protocol import Bounds, Sampling, Sides, Span, Tiles
+from keras_headmask.rules.protocol import Bounds, Sides, Span, Tiles
 
 _PARTS, _PART = 64, 2**14  # tiles, and positions in each, of which `is_local` asks
 _LAST_HEAD = 65535
@@ -39,24 +40,9 @@ _KEY = r"\s*[0-9]+\s*(-\s*[0-9]+\s*)?"
 class Compound(MaskSpec):
     """A spec made of others: here, what holds for all of them."""
 
-    _decides: bool | None = None  # the `constant` of one part that is that of the whole
-
-    @property
-    def constant(self) -> bool | None:
-        answers = {child.constant for child in self.children}
-        if self._decides in answers:
-            return self._decides
-        return answers.pop() if len(answers) == 1 else None
-
     @property
     def reads_query_positions(self) -> bool:
         return any(child.reads_query_positions for child in self.children)
-
-    @property
-    def sampling(self) -> Sampling:
-        parts = [child.sampling for child in self.children]
-        known = [part.distance for part in parts if part.distance is not None]
-        return Sampling(distance=max(known) if len(known) == len(parts) else None)
 
 
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
@@ -125,10 +111,9 @@ class And(Join):
     """What every one of `specs` allows; written `a & b`."""
 
     symbol = "&"
-    _decides = False
 
     def in_words(self) -> str:
-        return words.joined(self.specs, "; of these only ", without=True)
+        return words.joined(self.specs, "; of these only ")
 
 
 @register_spec("or")
@@ -137,10 +122,9 @@ class Or(Join):
     """What at least one of `specs` allows; written `a | b`."""
 
     symbol = "|"
-    _decides = True
 
     def in_words(self) -> str:
-        return words.joined(self.specs, ", plus ", without=False)
+        return words.joined(self.specs, ", plus ")
 
 
 @register_spec("not")
@@ -157,10 +141,6 @@ class Not(Compound):
     def with_children(self, children: Collection[MaskSpec]) -> MaskSpec:
         (child,) = children
         return ~child
-
-    @property
-    def constant(self) -> bool | None:
-        return None if self.spec.constant is None else not self.spec.constant
 
     def in_words(self) -> str:
         return f"all but {words.joined([self.spec], '')}"
@@ -368,6 +348,22 @@ def bounds(rule: MaskSpec, tiles: Tiles, spans: Mapping[MaskSpec, Any] | None = 
         either=lambda a, b: Bounds(a.possible | b.possible, a.certain | b.certain),
         neither=lambda a: Bounds(~a.certain, ~a.possible),
     )
+
+
+def farthest(spec: MaskSpec) -> int | None:
+    """The greatest distance or position at which what `spec` allows may change, by its fields.
+
+    `None` if a leaf has none to say so. (What inputs decide, they decide at any distance.)
+    """
+    found = [0]
+    for leaf in leaves(spec):
+        fields = {} if leaf.inputs else dataclasses.asdict(leaf)  # type: ignore[call-overload]
+        numbers = {name: abs(x) for name, x in fields.items() if isinstance(x, int)}
+        if not numbers and leaf.reads_query_positions:
+            return None
+        size = numbers.pop("size", 1)  # of a block, which the other fields of `Chunk` count
+        found.append(size * max([1, *numbers.values()]))
+    return max(found)
 
 
 @functools.lru_cache(1024)

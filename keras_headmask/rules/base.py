@@ -19,7 +19,6 @@ from keras_headmask.rules import config, words
 from keras_headmask.rules.protocol import (
     Bounds,
     InputType,
-    Sampling,
     Sides,
     Tensor,
     Tiles,
@@ -40,8 +39,7 @@ class MaskSpec:
 
     To add a kind of your own, write a frozen dataclass that subclasses `MaskSpec`, decorate it
     with `register_spec`, and define `allowed`; override `inputs` and `prepare` if it reads data.
-    Every other member has an answer that is right for any spec. `coverage` makes it faster;
-    `sampling` says what `lint` and made-up samples should try.
+    Every other member has an answer that is right for any spec. `coverage` makes it faster.
     """
 
     kind: str = ""
@@ -90,17 +88,12 @@ class MaskSpec:
         raise TypeError(f"{type(self).__name__} must define `allowed`.")
 
     @property
-    def constant(self) -> bool | None:
-        """`True` if every pair is allowed whatever the data, `False` if none is, else `None`."""
-        return None
-
-    @property
     def reads_query_positions(self) -> bool:
         """Whether a query at another position may see other keys. By default if it reads no input.
 
         Attention warns where such a rule meets fewer queries than keys without a `query_offset`.
         """
-        return self.constant is None and not self.inputs
+        return not self.inputs
 
     @property
     def counts(self) -> bool:
@@ -172,15 +165,6 @@ class MaskSpec:
         """
         every = tiles.key_first <= tiles.key_first
         return Bounds(every, ~every)
-
-    # --- what `lint` and samples look for ---
-    @property
-    def sampling(self) -> Sampling:
-        """The lengths, sides and ids that matter. By default for a spec that inputs decide.
-
-        Without inputs, `distance` is unknown.
-        """
-        return Sampling(distance=0 if self.inputs else None)
 
     # --- words ---
     def in_words(self) -> str | None:
@@ -425,8 +409,8 @@ def head_groups(spec: MaskSpec, num_heads: int) -> list[tuple[MaskSpec, tuple[in
 
 
 def restricts(spec: MaskSpec, num_heads: int) -> bool:
-    """Whether some head obeys another rule than a leaf that hides nothing."""
-    return any(rule.children or not rule.constant for rule, _ in head_groups(spec, num_heads))
+    """Whether some head obeys another rule than `Full`."""
+    return any(rule.kind != "full" for rule, _ in head_groups(spec, num_heads))
 
 
 def enough_heads(spec: MaskSpec) -> int:
@@ -441,19 +425,12 @@ def sentences(spec: MaskSpec, num_heads: int | None = None) -> list[str]:
     """
     heads = enough_heads(spec) if num_heads is None else num_heads
     others = heads - 1 if num_heads is None else None
-    by_rule: dict[MaskSpec, list[int]] = {}
-    for rule, of in head_groups(spec, heads):
-        if rule.constant is not None:
-            rule = config.KINDS["full" if rule.constant else "nothing"]()
-        by_rule.setdefault(rule, []).extend(of)
-    groups = [(others in of, rule.constant is True, rule, of) for rule, of in by_rule.items()]
-    groups.sort(key=lambda group: group[:2])
-    seen = [words.phrase(rule) for *_, rule, _ in groups]
+    groups = head_groups(spec, heads)
+    groups.sort(key=lambda group: (others in group[1], group[0].kind == "full"))
+    seen = [words.phrase(rule) for rule, _ in groups]
     if len(groups) == 1:
         return [f"A token sees {seen[0]}."]
-    titles = [
-        "All other heads" if rest else words.heads_in_words(sorted(of)) for rest, *_, of in groups
-    ]
+    titles = ["All other heads" if others in of else words.heads_in_words(of) for _, of in groups]
     seen[0] = f"a token sees {seen[0]}"
     return [f"{title}: {said}." for title, said in zip(titles, seen, strict=True)]
 

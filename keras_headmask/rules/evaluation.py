@@ -1,7 +1,7 @@
 """A spec, positions and mask inputs become a boolean tensor.
 
-`check_inputs` refuses what does not fit; `bind` does what needs whole sequences, once;
-`allowed_tile` then answers for any tile of the mask; `make_mask` is the tile that is everything.
+`check_inputs` refuses what does not fit; `bind` does what needs whole sequences, once; then
+`mask_of_heads` answers for all pairs, and `mask_at` for those of some tiles.
 """
 
 import functools
@@ -21,7 +21,7 @@ from keras_headmask.rules import graphs
 from keras_headmask.rules.base import MaskSpec, check_spec, head_groups, leaves, whole_number
 from keras_headmask.rules.config import did_you_mean
 from keras_headmask.rules.graphs import made_once
-from keras_headmask.rules.protocol import BOTH, WHOLE, Bound, Cuts, InputType, Places, Sides, Sizes
+from keras_headmask.rules.protocol import BOTH, Bound, InputType, Places, Sides, Sizes
 from keras_headmask.rules.words import counted
 
 MOST_OFFSET = 2**30  # positions are int32
@@ -419,14 +419,21 @@ def checked_answer(leaf: MaskSpec, result: Any) -> Tensor:
     return result
 
 
-def allowed_tile(rule: MaskSpec, bound: Bound, heads: tuple[int, ...], cuts: Cuts = WHOLE) -> Mask:
-    """The mask of `rule` (no `PerHead`) in one tile, for `heads`.
+def mask_of_heads(rule: MaskSpec, bound: Bound, heads: tuple[int, ...]) -> Mask:
+    """The mask of `rule` (no `PerHead`) for `heads`.
 
     Boolean, of rank 4 and broadcastable to `(batch, len(heads), queries, keys)`.
     """
-    query_positions = cuts.queries(bound.query_positions, 0)[:, None]
-    positions = query_positions, cuts.keys(bound.key_positions, 0)[None, :]
-    return _answers(rule, bound, heads, positions, lambda value: _cut(value, heads, cuts))
+
+    def shaped(value: Any) -> Any:
+        if not isinstance(value, Sides):
+            return _select_heads(value, heads)
+        query, key = value
+        query = None if query is None else ops.expand_dims(query, (1, 3))
+        return Sides(query, None if key is None else ops.expand_dims(key, (1, 2)))
+
+    positions = bound.query_positions[:, None], bound.key_positions[None, :]
+    return _answers(rule, bound, heads, positions, shaped)
 
 
 def mask_at(rule: MaskSpec, bound: Bound, heads: tuple[int, ...], places: Places) -> Mask:
@@ -493,20 +500,6 @@ def by_head(
     return functools.reduce(ops.logical_or, map(ops.logical_and, is_member, of_groups))
 
 
-def _cut(value: Any, heads: tuple[int, ...], cuts: Cuts) -> Any:
-    """A prepared mask input, cut to a tile and shaped to broadcast over it."""
-    if isinstance(value, Sides):
-        # LiteRT has no slice with two new axes.
-        query, key = (None if side is None else cuts.batch(side, 0) for side in value)
-        if query is not None:
-            query = ops.expand_dims(_cut_axis(query, cuts.queries, 1), (1, 3))
-        if key is not None:
-            key = ops.expand_dims(_cut_axis(key, cuts.keys, 1), (1, 2))
-        return Sides(query, key)
-    value = _cut_axis(_cut_axis(cuts.batch(value, 0), cuts.queries, 2), cuts.keys, 3)
-    return _select_heads(value, heads)
-
-
 def _at(value: Any, heads: tuple[int, ...], places: Places) -> Any:
     """A prepared mask input at the places of several tiles, shaped to broadcast over them."""
 
@@ -562,10 +555,6 @@ def _select_heads(mask: Mask, heads: tuple[int, ...]) -> Mask:
     return mask if mask.shape[1] in (1, len(heads)) else ops.take(mask, list(heads), axis=1)
 
 
-def _cut_axis(tensor: Tensor, cut: Callable[[Tensor, int], Tensor], axis: int) -> Tensor:
-    return tensor if tensor.shape[axis] == 1 else cut(tensor, axis)  # 1 serves every position
-
-
 @made_once
 def mask_of_all_heads(spec: MaskSpec, bound: Bound, num_heads: int) -> Mask:
     """The whole mask, `(B or 1, H or 1, T, S)`."""
@@ -577,9 +566,9 @@ def mask_of_all_heads(spec: MaskSpec, bound: Bound, num_heads: int) -> Mask:
     )
     if heads_are_spread():
         every = tuple(range(num_heads))
-        parts = [allowed_tile(rule, bound, every) for rule, _ in groups]
+        parts = [mask_of_heads(rule, bound, every) for rule, _ in groups]
         return ops.logical_and(by_head(groups, num_heads, parts), ones)
-    parts = [allowed_tile(rule, bound, heads) for rule, heads in groups]
+    parts = [mask_of_heads(rule, bound, heads) for rule, heads in groups]
     if len(parts) == 1:
         return ops.logical_and(parts[0], ones)
     for part in parts:  # rules with and without a batch axis are joined: each gets one

@@ -8,18 +8,11 @@ import dataclasses
 import functools
 import operator
 from collections.abc import Mapping
-from typing import Any, cast
+from typing import Any
 
 from keras_headmask.rules import words
 from keras_headmask.rules.base import Ids, MaskSpec, Name, register_spec
-from keras_headmask.rules.protocol import (
-    Bounds,
-    InputType,
-    Sampling,
-    Sides,
-    Tensor,
-    Tiles,
-)
+from keras_headmask.rules.protocol import Bounds, InputType, Sides, Tensor, Tiles
 
 
 class _Reader(MaskSpec):
@@ -77,7 +70,6 @@ class SameSegment(_Ids):
     """
 
     input: Name
-    sampling = Sampling(distance=0, segments=True)
 
     def in_words(self) -> str:
         return f"the tokens with its own id in `{self.input}`"
@@ -113,16 +105,12 @@ class SameSentence(_Ids):
     def _read(self, values: Tensor) -> Tensor:
         from keras import ops
 
-        ends = ops.cast(_is_one_of(values, self.sampling.ids), "int32")
+        ends = ops.cast(_is_one_of(values, ids_of(self)), "int32")
         return ops.cumsum(ends, axis=1) - ends  # the end token still belongs to its sentence
-
-    @property
-    def sampling(self) -> Sampling:
-        return Sampling(distance=0, ids=cast("tuple[int, ...]", self.end_ids))
 
     def in_words(self) -> str:
         where = "" if self.input == "token_ids" else f" in `{self.input}`"
-        ends = words.listed(self.sampling.ids, "or")
+        ends = words.listed(ids_of(self), "or")
         return f"its own sentence (sentences{where} end with token {ends})"
 
 
@@ -135,17 +123,13 @@ class _Side(_Reader):
 
     @property
     def inputs(self) -> dict[str, InputType]:
-        dtype = "int32" if self.sampling.ids else "bool"
+        dtype = "int32" if ids_of(self) else "bool"
         return {self.input: InputType(dtype=dtype, sides=frozenset({self._side}))}
-
-    @property
-    def sampling(self) -> Sampling:
-        return Sampling(distance=0, ids=getattr(self, "ids", ()))
 
     def _read(self, values: Tensor) -> Tensor:
         from keras_headmask import masks
 
-        ids = self.sampling.ids
+        ids = ids_of(self)
         return _is_one_of(values, ids) if ids else masks.as_flags(values)
 
     def allowed(self, query_positions: Tensor, key_positions: Tensor, inputs: Mapping) -> Tensor:
@@ -156,7 +140,7 @@ class _Side(_Reader):
         return Bounds(flags.high > 0, flags.low > 0)
 
     def in_words(self) -> str:
-        condition = f"`{self.input}` is {words.listed(self.sampling.ids or ['set'], 'or')}"
+        condition = f"`{self.input}` is {words.listed(ids_of(self) or ['set'], 'or')}"
         return f"every token{', if its own' if self._side == 'query' else ' whose'} {condition}"
 
 
@@ -279,9 +263,15 @@ def _as_ids(ids: Tensor) -> Tensor:
     return keras.ops.cast(ids, "int64" if name in ("int64", "uint32", "uint64") else "int32")
 
 
-def _is_one_of(ids: Tensor, wanted: tuple[int, ...]) -> Tensor:
+def _is_one_of(ids: Tensor, wanted: list[int]) -> Tensor:
     ids = _as_ids(ids)
     return functools.reduce(operator.or_, (~(ids != number) for number in wanted))
+
+
+def ids_of(leaf: MaskSpec) -> list[int]:
+    """The ids that a leaf looks for: its fields that are tuples of numbers."""
+    fields = dataclasses.asdict(leaf).values()  # type: ignore[call-overload]
+    return [x for ids in fields if isinstance(ids, tuple) for x in ids if isinstance(x, int)]
 
 
 def marks_padding(name: str) -> bool:

@@ -18,26 +18,16 @@ from keras_headmask.rules.base import (
     fail,
     register_spec,
 )
-from keras_headmask.rules.protocol import (
-    Bounds,
-    Sampling,
-    Tensor,
-    Tiles,
-)
+from keras_headmask.rules.protocol import Bounds, Tensor, Tiles
 
 FARTHEST = 3 * 2**29  # beyond any distance, as `MOST_OFFSET` bounds it; a key moved by it is int32
 
 
 class _Constant(MaskSpec):
-    def allowed(self, query_positions: Tensor, key_positions: Tensor, inputs: Mapping) -> Tensor:
-        return key_positions <= key_positions if self.constant else key_positions < key_positions
+    reads_query_positions = False
 
     def coverage(self, tiles: Tiles, inputs: Mapping) -> Bounds:
         return Bounds(*[self.allowed(tiles.query_first, tiles.key_first, inputs)] * 2)
-
-    @property
-    def sampling(self) -> Sampling:
-        return Sampling(distance=0)
 
 
 @register_spec("full")
@@ -51,7 +41,11 @@ class Full(_Constant):
     1 1 1
     """
 
-    constant = True
+    def allowed(self, query_positions: Tensor, key_positions: Tensor, inputs: Mapping) -> Tensor:
+        return key_positions <= key_positions
+
+    def in_words(self) -> str:
+        return "every token"
 
 
 @register_spec("nothing")
@@ -65,7 +59,11 @@ class Nothing(_Constant):
     0 0 0
     """
 
-    constant = False
+    def allowed(self, query_positions: Tensor, key_positions: Tensor, inputs: Mapping) -> Tensor:
+        return key_positions < key_positions
+
+    def in_words(self) -> str:
+        return "nothing"
 
 
 @register_spec("window")
@@ -138,10 +136,6 @@ class Window(MaskSpec):
             certain = certain & (greatest <= self.after)
         return Bounds(possible, certain)
 
-    @property
-    def sampling(self) -> Sampling:
-        return Sampling(distance=max(abs(self.before or 0), abs(self.after or 0), self.step))
-
     def in_words(self) -> str:
         before, after = self.before, self.after
         if before is None and after is None:
@@ -213,10 +207,6 @@ class Chunk(MaskSpec):
             (least >= -self.before) & (greatest <= self.after),
         )
 
-    @property
-    def sampling(self) -> Sampling:
-        return Sampling(distance=self.size * max(1, self.before, self.after))
-
     def in_words(self) -> str:
         sides = [(self.before, "before it"), (self.after, "after it")]
         if self.before == self.after:
@@ -248,10 +238,6 @@ class _Range(MaskSpec):
         if self.stop is not None:
             possible, certain = possible & (first < self.stop), certain & (last < self.stop)
         return Bounds(possible, certain)
-
-    @property
-    def sampling(self) -> Sampling:
-        return Sampling(distance=max(self.start, self.stop or 0))
 
 
 @register_spec("keys")

@@ -77,26 +77,6 @@ def put_together(names: tuple, values: Sequence[Sequence[Any]]) -> dict[Any, dic
     }
 
 
-def _whole(tensor: Tensor, axis: int) -> Tensor:
-    return tensor
-
-
-class Cuts(NamedTuple):
-    """How to cut a tile out: functions of a tensor and its axis of queries, keys or examples."""
-
-    queries: Callable[[Tensor, int], Tensor] = _whole
-    keys: Callable[[Tensor, int], Tensor] = _whole
-    batch: Callable[[Tensor, int], Tensor] = _whole
-
-
-WHOLE = Cuts()
-
-
-def cut_out(place: slice) -> Callable[[Tensor, int], Tensor]:
-    """One of `Cuts`, for arrays: what lies at `place`. An axis of size 1 serves every place."""
-    return lambda x, axis: x if x.shape[axis] == 1 else x[(*(slice(None),) * axis, place)]
-
-
 class Places(NamedTuple):
     """n tiles that are looked at together: where their queries and keys stand.
 
@@ -157,19 +137,3 @@ class Bounds(NamedTuple):
 
     possible: Tensor
     certain: Tensor
-
-
-class Sampling(NamedTuple):
-    """Hints for `lint` and for made-up samples of mask inputs.
-
-    Args:
-        distance: The greatest distance or position at which what it allows may change; `None` if
-            unknown. `lint` looks at masks of about twice that length. 0 suits a spec that
-            reads nothing but inputs, since `lint` tries all that these may say.
-        ids: The ids that it looks for: samples hold them.
-        segments: Whether its ids number the parts of a sequence: samples then hold runs of ids.
-    """
-
-    distance: int | None = None
-    ids: tuple[int, ...] = ()
-    segments: bool = False

@@ -35,8 +35,6 @@ def runs(numbers: Iterable[int]) -> list[list[int]]:
 
 def phrase(spec: Any) -> str:
     """What a token sees under `spec`, which holds no `PerHead`."""
-    if spec.constant is not None:
-        return "every token" if spec.constant else "nothing"
     said = spec.in_words()
     mro = type(spec).__mro__
     owner = next(cls for cls in mro if "in_words" in vars(cls) or config.is_registered(cls))
@@ -45,12 +43,8 @@ def phrase(spec: Any) -> str:
     return said or f"what {spec!r} allows"
 
 
-def joined(specs: Iterable[Any], between: str, without: bool | None = None) -> str:
-    """The phrases of the parts of a spec; a part that has parts itself in brackets.
-
-    A part whose `constant` is `without`, True under `&` and False under `|`, changes nothing.
-    """
-    specs = [x for x in specs if without is None or x.constant is not without]
+def joined(specs: Iterable[Any], between: str) -> str:
+    """The phrases of the parts of a spec; a part that has parts itself in brackets."""
     return between.join(f"({phrase(x)})" if x.children else phrase(x) for x in specs)
 
 

@@ -87,7 +87,6 @@ MEMBERS = {  # by name: what is its own, and what is said of it
     ),
     "SaysAllByData": (EQUAL | BY_DATA, "`SaysAllByData.coverage` wrongly says"),
     "Raises": ({"coverage": lambda self, tiles, spans: None}, r"Raises\(\) fails where .*None"),
-    "Constant": ({"constant": True}, "`Constant.constant` is True, but the mask is not so"),
     "Drops": (
         {"get_config": lambda self: {"kind": self.kind}, "fields": [("n", int, 1)]},
         r"Drops.*, saved as JSON and loaded, comes back as Drops\(n=1\), which must be equal",

@@ -63,7 +63,7 @@ PLANTED = [
      hm.PerHead({0: CAUSAL, 1: W(40, 0)}), {}),
     ("hides-nothing", (0,), X | ~X, {}, X | Y, {}),
     ("hides-nothing", (0,), W(40, 40), AT_32, W(40, 40), {}),
-    ("hides-nothing", (0,), Far(-300), {}, Far(-200), {}),
+    ("hides-nothing", (0,), Far(-40), AT_32, Far(-40), {}),
     ("hides-nothing", (0,), hm.PerHead({0: W(2, 2)}) | hm.PerHead({1: SELF}), HEADS,
      hm.PerHead({0: W(2, 2)}) & hm.PerHead({1: SELF}), HEADS),
     ("input-changes-nothing", (), CAUSAL, OF_REAL, CAUSAL & X, OF_REAL),
@@ -93,6 +93,7 @@ AS_MEANT = [
     (recipes.causal() & recipes.padding(), PAD),
     (recipes.longformer(2, "g") & recipes.padding(), {"g": FLAGS} | PAD),
     (recipes.streaming(4, 4096), {}),
+    (hm.Chunk(4, 3, 3), {}),  # it sees blocks, so 12 positions
     (recipes.sentences(9, (3, 4)), TOKENS_OF),
     (recipes.separate_documents("d"), {}),
     (hm.PerHead({0: SENTENCES}, default=recipes.padding()) & recipes.padding(), {}),
@@ -145,7 +146,7 @@ def test_what_is_found_agrees_with_the_mask(case):
     spec, inputs, batch, heads, queries, keys, offset = case
     assume(not offset)
     mask = oracle.mask(spec, batch, heads, queries, keys, inputs, 0)
-    meant = {head for head in range(heads) if spec.for_head(head).constant is False}
+    meant = {head for head in range(heads) if spec.for_head(head) == hm.Nothing()}
     for given_inputs in (inputs, None):
         dead = set()
         for finding in hm.lint(spec, queries, keys, heads, given_inputs):

@@ -294,7 +294,7 @@ LOOSE = ("length", int, dataclasses.field(default=1, compare=False))
 @pytest.mark.parametrize(
     ("make", "error", "message"),
     [
-        (lambda: own(("sampling", int)), TypeError, "`sampling` would hide.*Rename it in Own"),
+        (lambda: own(("coverage", int)), TypeError, "`coverage` would hide.*Rename it in Own"),
         (lambda: own(LOOSE), TypeError, r"compare=False on \['length'\].*Leave `compare` out"),
         (lambda: own(eq=False), TypeError, "Own has eq=False and no `__eq__`"),
         (lambda: hm.register_spec("x")(int), TypeError, "must be a frozen dataclass"),

@@ -64,8 +64,6 @@ SAID = [
             "is set))"
         ),
     ),
-    (W(after=0) | hm.Nothing(), CAUSAL),
-    (W(after=0) | hm.Full(), "every token"),
 ]
 
 

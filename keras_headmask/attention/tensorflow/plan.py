@@ -110,8 +110,7 @@ def _flagged(
     (query) there: `coverage` of single positions says so. Nowhere where too many are flagged.
     """
     rule, found = part.rule, {}
-    # (A rule that allows all is not masked, so none of its keys may be looked at twice.)
-    for leaf in () if rule.constant else dict.fromkeys(leaves_under_or(rule)):
+    for leaf in dict.fromkeys(leaves_under_or(rule)):
         sides = [(name, side) for name, kind in leaf.inputs.items() for side in kind.sides]
         if len(sides) != 1:
             continue

@@ -37,16 +37,8 @@ _NAMED = "Heads are named 3, '1-3' (inclusive), '0,4-7' or (4, 7)."
 _KEY = r"\s*[0-9]+\s*(-\s*[0-9]+\s*)?"
 
 
-class Compound(MaskSpec):
-    """A spec made of others: here, what holds for all of them."""
-
-    @property
-    def reads_query_positions(self) -> bool:
-        return any(child.reads_query_positions for child in self.children)
-
-
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
-class Join(Compound):
+class Join(MaskSpec):
     """Two or more specs; compared as a set, shown in the order written."""
 
     specs: tuple[MaskSpec, ...]
@@ -129,7 +121,7 @@ class Or(Join):
 
 @register_spec("not")
 @dataclasses.dataclass(frozen=True, repr=False)
-class Not(Compound):
+class Not(MaskSpec):
     """The exact complement of `spec`; written `~a`."""
 
     spec: Annotated[MaskSpec, Check(check_spec)]
@@ -196,7 +188,7 @@ _default = functools.partial(check_spec, call="hm.PerHead(..., default=SPEC)")
 
 @register_spec("per_head")
 @dataclasses.dataclass(frozen=True, repr=False)
-class PerHead(Compound):
+class PerHead(MaskSpec):
     """A rule of its own for some heads, `default` for the rest.
 
     A `PerHead` inside a spec, another `PerHead` too, is resolved at the same head. One that is

@@ -448,18 +448,6 @@ class Check:
     function: Callable[[Any, str], Any]
 
 
-def _check_in(annotation: Any) -> Check | None:
-    return next((x for x in getattr(annotation, "__metadata__", ()) if isinstance(x, Check)), None)
-
-
-def _types_of(cls: Any) -> dict[str, Any]:
-    """The annotations of a dataclass, those that are text evaluated, too."""
-    try:
-        return typing.get_type_hints(cls, include_extras=True)
-    except Exception:  # text that names what is not there, in a class made inside a function, say
-        return {field.name: field.type for field in dataclasses.fields(cls)}
-
-
 # By class, (field, check, whether None passes). (`torch.compile` reads a dict, and no
 # `functools.cache`.)
 _checks: dict[type, list[tuple[str, Callable[[Any, str], Any], bool]]] = {}
@@ -476,14 +464,11 @@ def check_fields(spec: Any) -> None:
 
 
 def _checks_of(cls: Any) -> list[tuple[str, Callable[[Any, str], Any], bool]]:
-    types = _types_of(cls)
     checks = []
     for field in dataclasses.fields(cls):
-        annotation = types[field.name]
-        options = [(annotation, False), *((x, True) for x in typing.get_args(annotation))]
-        for option, is_option in options:
-            if check := _check_in(option):
-                checks.append((field.name, check.function, is_option))
+        for option in (field.type, *typing.get_args(field.type)):
+            found = [x for x in getattr(option, "__metadata__", ()) if isinstance(x, Check)]
+            checks += [(field.name, x.function, option is not field.type) for x in found]
     return checks
 
 

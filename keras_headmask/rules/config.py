@@ -122,16 +122,10 @@ def hint_for(value: Any, call: str = "SPEC") -> str:
     if isinstance(value, types.FunctionType):
         how = "Make a function the method `allowed` of a class under @hm.register_spec"
         return hint(f"{how}('the_class')", "TheClass()")
-    if not hasattr(type(value), "get_weights"):  # a model or a layer; Keras is not imported here
-        return hint("A mask tensor enters a spec by MaskInput(name)", "hm.MaskInput(name)")
-    if hasattr(type(value), "mask_spec"):
-        of_keras = hint("The rule of a layer is `layer.mask_spec`", "layer.mask_spec")
-    else:
-        of_keras = " A model gets a rule by hm.apply_head_masks(model, spec)."
-        of_keras += hint("The rules of a masked model, by layer", "hm.mask_specs(model)[path]")
-    if call.startswith(("hm.plot", "hm.draw")):
-        of_keras += " What a model attends to: hm.plot_attention(model, inputs)."
-    return of_keras
+    if hasattr(type(value), "get_weights"):  # a model or a layer; Keras is not imported here
+        get = " A model gets rules by hm.apply_head_masks(model, spec)"
+        return f"{get}; hm.mask_specs(model) has them, and `layer.mask_spec` that of a layer."
+    return hint("A mask tensor enters a spec by MaskInput(name)", "hm.MaskInput(name)")
 
 
 def did_you_mean(name: Any, known: Collection[str]) -> str:

@@ -145,7 +145,7 @@ def checked_or_default_offset(
         return checked_offset(query_offset)
     if queries is None or keys is None or queries >= keys:
         return 0
-    if spec is not None and spec.reads_query_positions:
+    if spec is not None and any(leaf.reads_query_positions for leaf in leaves(spec)):
         last = f"0 to {queries - 1}"
         warnings.warn(
             f"The rule depends on the positions of the queries, and the call has {queries} of them "
@@ -266,10 +266,9 @@ def _check_sides(
         if len(shape) != 2:
             raise ValueError(f"`{place}` must have shape (batch, length). Received: shape {shape}.")
         if None not in (shape[0], batch) and shape[0] != batch:
-            hint = f" {graphs.REPEAT}" if shape[0] == 1 else ""
             raise ValueError(
                 f"`{place}` has {counted(shape[0], 'example')} where the batch has {batch}. "
-                f"Received: shape {shape}.{hint}"
+                f"Received: shape {shape}. To use the ids of one example for all, repeat them."
             )
         batch = shape[0] if batch is None else batch
         single = pair is None

@@ -51,11 +51,6 @@ class Bound(NamedTuple):
     leaf_inputs: dict[Any, dict[str, Any]]  # by the leaf that reads them
     sizes: Any = None  # `Sizes`
 
-    @property
-    def values(self) -> list[Any]:
-        """Each prepared mask input: `Sides`, or a whole mask."""
-        return [value for inputs in self.leaf_inputs.values() for value in inputs.values()]
-
     def changed(self, change: Callable[[Any], Any]) -> "Bound":
         """With `change(value)` in place of each prepared mask input."""
         names, values = taken_apart(self.leaf_inputs)

@@ -2,8 +2,6 @@
 
 import json
 import re
-import sys
-import types
 
 import pytest
 import strategies
@@ -181,31 +179,3 @@ def test_the_error_of_a_bad_config_names_the_place(config, path, problem):
 def test_a_field_that_is_no_json():
     with pytest.raises(TypeError, match="fields must be JSON values, tuples of them, or specs"):
         registry.to_json({1, 2})
-
-
-TEXT_ANNOTATIONS = """
-from __future__ import annotations
-import dataclasses
-import keras_headmask as hm
-from keras_headmask.rules import base
-
-@dataclasses.dataclass(frozen=True)
-class Spec(hm.MaskSpec):
-    size: base.Positive
-    step: base.Positive | None = None
-    odd: no_such_name | None = None
-"""
-
-
-@pytest.mark.parametrize(
-    "text", [TEXT_ANNOTATIONS, TEXT_ANNOTATIONS.replace("    odd", "    # odd")]
-)
-def test_annotations_that_are_text_are_checked_where_they_can_be_read(text, monkeypatch):
-    module = types.ModuleType("text_annotations")
-    monkeypatch.setitem(sys.modules, module.__name__, module)
-    exec(text, vars(module))
-    assert module.Spec(2, 3).step == 3
-    if "# odd" in text:
-        for bad in ((0,), (2, 0)):
-            with pytest.raises(ValueError, match="must be at least 1"):
-                module.Spec(*bad)

@@ -17,7 +17,6 @@ from keras_headmask.export.signature import Input
 from keras_headmask.retrofit.find import Found
 from keras_headmask.retrofit.made_up import made_up
 from keras_headmask.rules import config, evaluation
-from keras_headmask.rules.algebra import Compound
 from keras_headmask.rules.base import leaves
 from keras_headmask.rules.inputs import ids_of
 
@@ -42,7 +41,7 @@ LEAVES = [
 OURS = {
     cls
     for cls in config.KINDS.values()
-    if cls.__module__.startswith("keras_headmask.") and not issubclass(cls, Compound)
+    if cls.__module__.startswith("keras_headmask.") and cls.allowed is not hm.MaskSpec.allowed
 } - {hm.Full, hm.Nothing}  # known by their names
 LENGTH = 300
 
@@ -142,6 +141,6 @@ def test_positions_of_queries_that_are_not_read_do_not_matter(case):
         return numpy(hm.make_mask(spec, queries, keys, heads, inputs or None, offset))
 
     pairs = all(isinstance(value, tuple) for value in inputs.values())
-    counts = any(leaf.counts for leaf in leaves(spec))  # it refuses pairs at an offset
-    if pairs and not counts and not spec.reads_query_positions:
+    # (A rule that counts refuses pairs at an offset.)
+    if pairs and not any(leaf.counts or leaf.reads_query_positions for leaf in leaves(spec)):
         np.testing.assert_array_equal(mask_of(offset + 3), mask_of(offset))

@@ -36,8 +36,6 @@ _PURE = re.compile(
     r"|Sign|Size|Slice|Split|SplitV|Squeeze|StridedSlice|Sub|Sum|Tile|Transpose|Unpack|ZerosLike"
 )
 OPERANDS = "`query` (B, T, H, D), `key` (B, S, Hk, D) and `value` (B, S, Hk, Dv) do not fit."
-_BROADCASTS = "(1 broadcasts). Received: shape"
-REPEAT = "To use the ids of one example for all, repeat them."
 
 
 def once(make: Callable[[], T], *key: Any) -> T:
@@ -169,12 +167,12 @@ def sizes_from_input(
 
 
 def _shape_and_sizes(name: str, tensor: Tensor) -> tuple[Tensor, list[Tensor]]:
-    """The shape, and its sizes by a node whose name appears in the error if the rank is wrong."""
+    """The shape of a mask input, and its sizes, once for all layers."""
     import tensorflow as tf
 
     def found() -> tuple[Tensor, list[Tensor]]:
         shape = tf.shape(tensor)
-        return shape, tf.unstack(shape, name=_wrong_rank(name))
+        return shape, tf.unstack(shape)
 
     return once(found, "sizes", name, tensor)
 
@@ -256,38 +254,36 @@ def checks(
     is_cut: bool = False,
     heads: int | None = None,
 ) -> list[Any]:
-    """Operations that raise, in the words of `check_inputs`, where a graph runs on other sizes.
+    """Operations that raise where a graph runs on other sizes; none if all sizes are known.
 
     `mask_input` is a whole mask of rank 4, or `Sides`, of which the rule reads some. `is_cut`: ids
-    of the queries are cut out of longer ones. There are no operations if all sizes are known.
-    (What is wrong with flags beside the rule, TensorFlow says where they are broadcast.)
+    of the queries are cut out of longer ones. (What is wrong with flags beside the rule, TensorFlow
+    says where they are broadcast.)
     """
+    lengths = {"queries": sizes.queries, "keys": sizes.keys}
     if not isinstance(mask_input, Sides):
-        return [] if is_outside(name) and heads is None else _whole(name, mask_input, sizes, heads)
-    if is_outside(name):
-        return []
-    place, operations = f"`mask_inputs[{name!r}]` has", []
-    for side, plural, length in (("key", "keys", sizes.keys), ("query", "queries", sizes.queries)):
-        tensor = getattr(mask_input, side) if side in read else None
-        if tensor is None:
+        wanted = {"examples": sizes.batch, "heads": heads} | lengths
+        return [] if is_outside(name) and heads is None else _check(name, mask_input, wanted, True)
+    operations = []
+    for side, plural in (("key", "keys"), ("query", "queries")):
+        tensor = getattr(mask_input, side)
+        if is_outside(name) or side not in read or tensor is None:
             continue
         is_seen = side == "query" and "key" in read and tensor is mask_input.key
-        if not is_seen and _is_open(tensor, 0, sizes.batch):
-            texts = [place, "examples where the batch has", "Received: shape", REPEAT]
-            operations.append(_check(name, tensor, 0, sizes.batch, *texts))
-        if not (is_cut and side == "query") and _is_open(tensor, 1, length):
-            texts = [f"{place} length", "where the attention has", f"{plural}. Received: shape"]
-            operations.append(_check(name, tensor, 1, length, *texts))
+        wanted = {"examples": None if is_seen else sizes.batch}
+        wanted[plural] = None if is_cut and side == "query" else lengths[plural]
+        operations += _check(name, tensor, wanted)
     return operations
 
 
-def _whole(name: str, mask: Tensor, sizes: Sizes, heads: int | None) -> list[Any]:
-    """The check of a mask of rank 4, none if all of its sizes are known, or 1."""
-    wanted = {"examples": sizes.batch, "heads": heads, "queries": sizes.queries, "keys": sizes.keys}
+def _check(
+    name: str, tensor: Tensor, wanted: Mapping[str, Length | None], broadcasts: bool = False
+) -> list[Any]:
+    """The operation that raises if the axes of `tensor` have other sizes, 1 too unless it fits."""
     axes = [
         (axis, counted, size)
         for axis, (counted, size) in enumerate(wanted.items())
-        if mask.shape[axis] != 1 and _is_open(mask, axis, size)
+        if _is_open(tensor, axis, size) and not (broadcasts and tensor.shape[axis] == 1)
     ]
     if not axes:
         return []
@@ -295,11 +291,16 @@ def _whole(name: str, mask: Tensor, sizes: Sizes, heads: int | None) -> list[Any
 
     place = "`attention_mask` (or `mask`)" if is_outside(name) else f"`mask_inputs[{name!r}]`"
     names = ", ".join(counted for _, counted, _ in axes)
-    shape, of_mask = _shape_and_sizes(name, mask)
-    given, expected = tf.stack([of_mask[axis] for axis, *_ in axes]), tf.stack([x[2] for x in axes])
-    fits = tf.reduce_all(tf.equal(given, expected) | tf.equal(given, 1))
-    data = [f"{place} has ({names}) =", given, "where the attention has", expected]
-    data = [_constant(x) if isinstance(x, str) else x for x in (*data, _BROADCASTS)]
+    shape, found = _shape_and_sizes(name, tensor)
+    given, expected = [found[axis] for axis, *_ in axes], [size for *_, size in axes]
+    if broadcasts:  # as vectors, which take fewer nodes here
+        given, expected, note = [tf.stack(given)], [tf.stack(expected)], "(1 broadcasts)"
+        fits = tf.reduce_all(tf.equal(given[0], expected[0]) | tf.equal(given[0], 1))
+    else:
+        note = "(1 does not broadcast: repeat it)"
+        fits = functools.reduce(tf.logical_and, map(tf.equal, given, expected))
+    data = [f"{place} has ({names}) =", *given, "where the attention has", *expected, note]
+    data = [_constant(x) if isinstance(x, str) else x for x in (*data, "Received: shape")]
     return [tf.raw_ops.Assert(condition=fits, data=[*data, shape], summarize=4)]
 
 
@@ -421,21 +422,3 @@ def _is_open(tensor: Tensor, axis: int, wanted: Length | None) -> bool:
     if keras.backend.backend() != "tensorflow" or keras.backend.is_keras_tensor(tensor):
         return False
     return wanted is not None and (tensor.shape[axis] is None or not isinstance(wanted, int))
-
-
-def _check(name: str, tensor: Tensor, axis: int, wanted: Length | None, *texts: str) -> Any:
-    """An operation that raises, with both sizes, if the size of `axis` is not `wanted`."""
-    import tensorflow as tf
-
-    shape, sizes = _shape_and_sizes(name, tensor)
-    before, between, received, *hint = texts
-    data = [before, sizes[axis], between, wanted, received, shape, *hint]
-    data = [_constant(x) if isinstance(x, str) else x for x in data]
-    fits = tf.equal(sizes[axis], wanted)
-    return tf.raw_ops.Assert(condition=fits, data=data, summarize=len(tensor.shape))
-
-
-def _wrong_rank(name: str) -> str:
-    """The name of a node that fails at a wrong rank: a server checks no rank, but shows names."""
-    named = re.sub(r"\W", "_", name, flags=re.ASCII)
-    return f"mask_input_{named}_wrong_rank"

@@ -367,18 +367,15 @@ def test_what_was_shared_goes_with_the_graph():
 
 # --- Wrong sizes ----------------------------------------------------------------------------------
 
-OTHER_SIZES = {  # of the ids, where the sequence of a layer is (3, 6)
-    (3, 5): r"length\] \[5\] \[where the attention has\] \[6\] \[keys",
-    (3, 1): r"length\] \[1\] \[where the attention has\] \[6\] \[keys",
-    (1, 6): r"has\] \[1\] \[examples where the batch has\] \[3\] .*repeat them",
-}
-OTHER_SEQUENCES = {  # of a layer, where the ids are (3, 6)
-    (3, 1): r"length\] \[6\] \[where the attention has\] \[1\] \[keys",
-    (1, 6): r"has\] \[3\] \[examples where the batch has\] \[1\]",
-    (6, 3): r"length\] \[6\] \[where the attention has\] \[3\] \[keys|has\] \[3\] \[examples",
-}
+
+def differ(ids, sequence):
+    given, expected = (r"\] \[".join(map(str, shape)) for shape in (ids, sequence))
+    return rf"\(examples, keys\) =\] \[{given}\] \[where the attention has\] \[{expected}\]"
 
 
+SIZES = 3, 6
+OTHER_SIZES = {x: differ(x, SIZES) for x in ((3, 5), (3, 1), (1, 6))}  # of the ids
+OTHER_SEQUENCES = {x: differ(SIZES, x) for x in ((3, 1), (1, 6), (6, 3))}  # of a layer
 NAMES = "one", "other", "ids"
 
 
@@ -401,9 +398,9 @@ def refused():
     """Ids, and the sequence of one layer, where the other layer's fits the ids."""
     for name in ("one", "other"):
         for shape, message in OTHER_SIZES.items():
-            yield of_sizes(**dict.fromkeys(NAMES, shape) | {name: (3, 6)}), message
+            yield of_sizes(**dict.fromkeys(NAMES, shape) | {name: SIZES}), message
         for shape, message in OTHER_SEQUENCES.items():
-            yield of_sizes(**dict.fromkeys(NAMES, (3, 6)) | {name: shape}), message
+            yield of_sizes(**dict.fromkeys(NAMES, SIZES) | {name: shape}), message
 
 
 @pytest.fixture(params=[False, True], ids=["", "assertions left out"])

@@ -10,12 +10,9 @@ import keras_headmask as hm
 pytestmark = pytest.mark.tensorflow
 
 WRONG = {
-    (1, 6): r"has\] \[1\] \[examples where the batch has\] \[3\] .*repeat them",
-    (2, 6): r"has\] \[2\] \[examples where the batch has\] \[3\]",
-    (1, 1): r"has\] \[1\] \[examples where the batch has\] \[3\]",
-    (3, 1): r"length\] \[1\] \[where the attention has\] \[6\] \[keys. Received: shape\] \[3 1\]",
-    (3, 5): r"length\] \[5\] \[where the attention has\] \[6\] \[keys",
-    (3, 7): r"length\] \[7\] \[where the attention has\] \[6\] \[keys",
+    (examples, keys): rf"has \(examples, keys\) =\] \[{examples}\] \[{keys}\] "
+    r"\[where the attention has\] \[3\] \[6\] .*repeat it"
+    for examples, keys in ((1, 6), (2, 6), (1, 1), (3, 1), (3, 5), (3, 7))
 }
 
 
@@ -77,9 +74,9 @@ def test_each_side_of_a_pair_is_checked():
     call = _attention(hm.SameSegment("seen"), *[tf.TensorSpec((None, None), tf.int32)] * 2)
     assert call((3, 5, 7), *_ids((3, 5), (3, 7))).shape == (3, 5, 2, 4)
     for shapes, message in {
-        ((3, 5), (3, 6)): r"length\] \[6\] \[where the attention has\] \[7\] \[keys",
-        ((3, 4), (3, 7)): r"length\] \[4\] \[where the attention has\] \[5\] \[queries",
-        ((1, 5), (3, 7)): r"\[1\] \[examples where the batch has\] \[3\]",
+        ((3, 5), (3, 6)): r"\(examples, keys\) =\] \[3\] \[6\] \[where the .* has\] \[3\] \[7\]",
+        ((3, 4), (3, 7)): r"\(examples, queries\) =\] \[3\] \[4\] \[where the .* has\] \[3\] \[5\]",
+        ((1, 5), (3, 7)): r"\(examples, queries\) =\] \[1\] \[5\] \[where the .* has\] \[3\] \[5\]",
     }.items():
         with pytest.raises(tf.errors.InvalidArgumentError, match=message):
             call((3, 5, 7), *_ids(*shapes))

@@ -13,7 +13,8 @@ from keras_headmask.masks import Tensor
 from keras_headmask.rules import evaluation
 from keras_headmask.rules.algebra import is_local
 from keras_headmask.rules.base import MaskSpec, head_groups
-from keras_headmask.rules.protocol import Bound, Sides
+from keras_headmask.rules.evaluation import Bound
+from keras_headmask.rules.protocol import Sides
 
 
 class Part(NamedTuple):

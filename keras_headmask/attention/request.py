@@ -15,8 +15,9 @@ from keras_headmask.attention.tuning import is_dense_scope
 from keras_headmask.masks import Length, Mask, Tensor, as_mask_input, sizes
 from keras_headmask.rules import evaluation, graphs
 from keras_headmask.rules.base import MaskSpec
-from keras_headmask.rules.inputs import KeyFlag, MaskInput, QueryFlag
-from keras_headmask.rules.protocol import Bound, Sides, Sizes
+from keras_headmask.rules.evaluation import Bound
+from keras_headmask.rules.inputs import KeyFlag, MaskInput, QueryFlag, as_pair
+from keras_headmask.rules.protocol import Sides, Sizes
 
 # (Made once: `torch.compile` cannot read how a spec is made.)
 _FROM_OUTSIDE: tuple[Any, ...] = (
@@ -120,7 +121,7 @@ def _sizes_from_inputs(
     if not kinds:
         return sizes, query
     name = max(kinds, key=lambda name: len(kinds[name].sides))  # the first that says both lengths
-    pair = evaluation.as_pair(inputs[name])
+    pair = as_pair(inputs[name])
     is_cut = pair is None and not (isinstance(query_offset, int) and query_offset == 0)
     sides = (inputs[name],) * 2 if pair is None else pair
     mask_input = Sides(*(None if side is None else as_mask_input(side) for side in sides))

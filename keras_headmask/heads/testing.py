@@ -13,8 +13,9 @@ from keras_headmask.heads import leaks
 from keras_headmask.rules import base, evaluation
 from keras_headmask.rules.algebra import farthest
 from keras_headmask.rules.base import MaskSpec, check_heads, enough_heads
-from keras_headmask.rules.evaluation import checked_offset
-from keras_headmask.rules.protocol import Bound, Places, Sides
+from keras_headmask.rules.evaluation import Bound, checked_offset
+from keras_headmask.rules.inputs import length_of
+from keras_headmask.rules.protocol import Places, Sides
 
 
 def assert_no_leaks(
@@ -136,7 +137,7 @@ def check_spec(
     base.check_spec(spec, "spec", "hm.testing.check_spec(SPEC)")
     offset, mask_inputs = checked_offset(query_offset), mask_inputs or {}
     enough = min(max(3 * (farthest(spec) or 0) + 2, 256), 1024)
-    of_queries, of_keys = (evaluation.length_of(spec, mask_inputs, side) for side in (0, -1))
+    of_queries, of_keys = (length_of(spec, mask_inputs, side) for side in (0, -1))
     queries = queries if queries is not None else of_queries or keys or of_keys or enough
     keys = keys if keys is not None else of_keys or queries
     heads = enough_heads(spec) if num_heads is None else num_heads

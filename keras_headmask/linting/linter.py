@@ -12,8 +12,7 @@ from keras import ops
 from keras_headmask.rules import base, evaluation, words
 from keras_headmask.rules.algebra import farthest
 from keras_headmask.rules.base import MaskSpec, head_groups, leaves, whole_number
-from keras_headmask.rules.evaluation import key_side, length_of
-from keras_headmask.rules.inputs import ids_of, marks_padding
+from keras_headmask.rules.inputs import ids_of, key_side, length_of, marks_padding
 from keras_headmask.rules.protocol import BOTH
 
 _SHORTEST, _UNKNOWN = 16, 256  # positions at which a rule is looked at

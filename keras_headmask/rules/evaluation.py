@@ -6,7 +6,7 @@
 
 import functools
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextvars import ContextVar
 from typing import Any, NamedTuple
 
@@ -21,7 +21,8 @@ from keras_headmask.rules import graphs
 from keras_headmask.rules.base import MaskSpec, check_spec, head_groups, leaves, whole_number
 from keras_headmask.rules.config import did_you_mean
 from keras_headmask.rules.graphs import made_once
-from keras_headmask.rules.protocol import BOTH, Bound, InputType, Places, Sides, Sizes
+from keras_headmask.rules.inputs import as_pair
+from keras_headmask.rules.protocol import BOTH, InputType, Places, Sides, Sizes
 from keras_headmask.rules.words import counted
 
 MOST_OFFSET = 2**30  # positions are int32
@@ -37,6 +38,35 @@ class Lengths(NamedTuple):
     heads: int
     queries: int | None
     keys: int | None
+
+
+class Bound(NamedTuple):
+    """A spec's mask inputs, prepared for the whole sequences, and the positions they lie at."""
+
+    query_positions: Tensor
+    key_positions: Tensor
+    leaf_inputs: dict[Any, dict[str, Any]]  # by the leaf that reads them
+    sizes: Any = None  # `Sizes`
+
+    def changed(self, change: Callable[[Any], Any]) -> "Bound":
+        """With `change(value)` in place of each prepared mask input."""
+        names, values = taken_apart(self.leaf_inputs)
+        changed = [list(map(change, of_leaf)) for of_leaf in values]
+        return self._replace(leaf_inputs=put_together(names, changed))
+
+
+def taken_apart(leaf_inputs: Mapping[Any, Mapping[str, Any]]) -> tuple[tuple, list[list[Any]]]:
+    """The names of prepared mask inputs, which can be a key, and the tensors of a function."""
+    names = tuple((leaf, tuple(values)) for leaf, values in leaf_inputs.items())
+    return names, [list(values.values()) for values in leaf_inputs.values()]
+
+
+def put_together(names: tuple, values: Sequence[Sequence[Any]]) -> dict[Any, dict[str, Any]]:
+    """The inverse of `taken_apart`."""
+    return {
+        leaf: dict(zip(of_leaf, tensors, strict=True))
+        for (leaf, of_leaf), tensors in zip(names, values, strict=True)
+    }
 
 
 def make_mask(
@@ -86,38 +116,6 @@ def as_int(number: Any) -> int | None:
     """A length or an offset as an int, if it is known now."""
     is_int = hasattr(type(number), "__index__") and not hasattr(number, "shape")
     return int(number) if is_int else None
-
-
-def as_pair(value: Any) -> tuple[Tensor, ...] | None:
-    """`(query_side, key_side)` if `value` is a pair; a saved model's is a list of tensors."""
-    if isinstance(value, list) and len(value) == 2:
-        return tuple(value) if all(v is None or hasattr(v, "shape") for v in value) else None
-    return value if isinstance(value, tuple) else None
-
-
-def sides_of(value: Any) -> list[np.ndarray | None]:
-    """A mask input in NumPy: one tensor, or its sides of the queries and of the keys."""
-    pair = as_pair(value)
-    sides = (value,) if pair is None else pair
-    tensors = (ops.convert_to_numpy(side) if hasattr(side, "shape") else side for side in sides)
-    return [None if side is None else np.asarray(side) for side in tensors]
-
-
-def key_side(value: Any) -> np.ndarray | None:
-    """The key side of a mask input, if it is `(batch, length)`."""
-    side = sides_of(value)[-1]
-    return None if side is None or side.ndim != 2 else side
-
-
-def length_of(spec: MaskSpec, mask_inputs: Mapping[str, Any], side: int) -> int | None:
-    """How many queries (side 0) or keys (side -1) the examples that `spec` reads speak of."""
-    for name, kind in spec.inputs.items():
-        tensor = sides_of(mask_inputs[name])[side] if name in mask_inputs else None
-        if tensor is not None and (kind.rank is None or tensor.ndim == 2):
-            size = tensor.shape[-2 - side if kind.rank is None else 1]
-            if size > 1 or kind.rank is not None:
-                return size
-    return None
 
 
 def checked_offset(query_offset: Any) -> Length:

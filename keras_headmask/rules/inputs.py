@@ -10,6 +10,8 @@ import operator
 from collections.abc import Mapping
 from typing import Any
 
+import numpy as np
+
 from keras_headmask.rules import words
 from keras_headmask.rules.base import Ids, MaskSpec, Name, register_spec
 from keras_headmask.rules.protocol import Bounds, InputType, Sides, Tensor, Tiles
@@ -272,6 +274,40 @@ def ids_of(leaf: MaskSpec) -> list[int]:
     """The ids that a leaf looks for: its fields that are tuples of numbers."""
     fields = dataclasses.asdict(leaf).values()  # type: ignore[call-overload]
     return [x for ids in fields if isinstance(ids, tuple) for x in ids if isinstance(x, int)]
+
+
+def as_pair(value: Any) -> tuple[Tensor, ...] | None:
+    """`(query_side, key_side)` if `value` is a pair; a saved model's is a list of tensors."""
+    if isinstance(value, list) and len(value) == 2:
+        return tuple(value) if all(v is None or hasattr(v, "shape") for v in value) else None
+    return value if isinstance(value, tuple) else None
+
+
+def sides_of(value: Any) -> list[np.ndarray | None]:
+    """A mask input in NumPy: one tensor, or its sides of the queries and of the keys."""
+    from keras import ops
+
+    pair = as_pair(value)
+    sides = (value,) if pair is None else pair
+    tensors = (ops.convert_to_numpy(side) if hasattr(side, "shape") else side for side in sides)
+    return [None if side is None else np.asarray(side) for side in tensors]
+
+
+def key_side(value: Any) -> np.ndarray | None:
+    """The key side of a mask input, if it is `(batch, length)`."""
+    side = sides_of(value)[-1]
+    return None if side is None or side.ndim != 2 else side
+
+
+def length_of(spec: MaskSpec, mask_inputs: Mapping[str, Any], side: int) -> int | None:
+    """How many queries (side 0) or keys (side -1) the examples that `spec` reads speak of."""
+    for name, kind in spec.inputs.items():
+        tensor = sides_of(mask_inputs[name])[side] if name in mask_inputs else None
+        if tensor is not None and (kind.rank is None or tensor.ndim == 2):
+            size = tensor.shape[-2 - side if kind.rank is None else 1]
+            if size > 1 or kind.rank is not None:
+                return size
+    return None
 
 
 def marks_padding(name: str) -> bool:

@@ -1,6 +1,6 @@
 """The values that go into the members of a spec and come out: inputs, tiles, answers."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from typing import Any, NamedTuple, TypeAlias
 
 Tensor: TypeAlias = Any  # as in masks.py, which imports Keras
@@ -41,35 +41,6 @@ class Sizes(NamedTuple):
     batch: Any
     queries: Any
     keys: Any
-
-
-class Bound(NamedTuple):
-    """A spec's mask inputs, prepared for the whole sequences, and the positions they lie at."""
-
-    query_positions: Tensor
-    key_positions: Tensor
-    leaf_inputs: dict[Any, dict[str, Any]]  # by the leaf that reads them
-    sizes: Any = None  # `Sizes`
-
-    def changed(self, change: Callable[[Any], Any]) -> "Bound":
-        """With `change(value)` in place of each prepared mask input."""
-        names, values = taken_apart(self.leaf_inputs)
-        changed = [list(map(change, of_leaf)) for of_leaf in values]
-        return self._replace(leaf_inputs=put_together(names, changed))
-
-
-def taken_apart(leaf_inputs: Mapping[Any, Mapping[str, Any]]) -> tuple[tuple, list[list[Any]]]:
-    """The names of prepared mask inputs, which can be a key, and the tensors of a function."""
-    names = tuple((leaf, tuple(values)) for leaf, values in leaf_inputs.items())
-    return names, [list(values.values()) for values in leaf_inputs.values()]
-
-
-def put_together(names: tuple, values: Sequence[Sequence[Any]]) -> dict[Any, dict[str, Any]]:
-    """The inverse of `taken_apart`."""
-    return {
-        leaf: dict(zip(of_leaf, tensors, strict=True))
-        for (leaf, of_leaf), tensors in zip(names, values, strict=True)
-    }
 
 
 class Places(NamedTuple):

@@ -33,9 +33,9 @@ def entered(call):
 # The most files. A number may be lowered; a commit that raises one says what it could not avoid.
 MOST = {
     "apply_head_masks": 20,
-    "a masked call": 26,
-    "attention_probabilities": 28,
-    "export_saved_model": 32,
+    "a masked call": 25,
+    "attention_probabilities": 27,
+    "export_saved_model": 31,
 }
 
 

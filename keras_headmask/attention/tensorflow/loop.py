@@ -24,8 +24,8 @@ from keras_headmask.attention.tensorflow.graph import (
 )
 from keras_headmask.attention.tensorflow.plan import Plan
 from keras_headmask.masks import Mask, Tensor, sizes
-from keras_headmask.rules.evaluation import mask_at
-from keras_headmask.rules.protocol import Bound, Places, Sides
+from keras_headmask.rules.evaluation import Bound, mask_at
+from keras_headmask.rules.protocol import Places, Sides
 
 
 @one_function

@@ -38,6 +38,7 @@ def test_rules_mean_what_they_meant(folder):
         mask = hm.make_mask(spec, *masks[name].shape[2:], 3, read)
         np.testing.assert_array_equal(numpy(mask), masks[name], err_msg=name)
         assert hm.MaskSpec.from_config(spec.get_config()) == spec
+        assert folder != FORMATS[-1] or json.dumps(spec.get_config()) == json.dumps(of_rule)
 
 
 def test_the_newest_rules_hold_every_kind():

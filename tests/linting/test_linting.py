@@ -48,7 +48,6 @@ HEADS = {"num_heads": 3}
 AT_32 = {"queries": 32}
 # (code, heads, rule that has it, its arguments, one near it that has not, its arguments)
 PLANTED = [
-    ("dead-rows", (0,), W(3, -1), {}, W(3, 0), {}),
     ("dead-rows", (1,), hm.PerHead({1: W(3, -1)}), {}, hm.PerHead({1: hm.Nothing()}), {}),
     ("dead-rows", (0,), X & ~X, {}, X & ~Y, {}),  # whatever they hold
     ("dead-rows", (0,), X, OF_ZERO, X, OF_REAL),
@@ -59,13 +58,9 @@ PLANTED = [
      hm.PerHead({0: X & Y, 2: ~(~X & ~Y)}), {}),
     ("equal-heads", (0, 1), hm.PerHead({0: Far(0), 1: W(before=0)}), {},
      hm.PerHead({(0, 1): Far(0)}), {}),  # written once, so meant
-    ("equal-heads", (0, 1), hm.PerHead({0: CAUSAL, 1: W(40, 0)}), AT_32,
-     hm.PerHead({0: CAUSAL, 1: W(40, 0)}), {}),
     ("hides-nothing", (0,), X | ~X, {}, X | Y, {}),
     ("hides-nothing", (0,), W(40, 40), AT_32, W(40, 40), {}),
     ("hides-nothing", (0,), Far(-40), AT_32, Far(-40), {}),
-    ("hides-nothing", (0,), hm.PerHead({0: W(2, 2)}) | hm.PerHead({1: SELF}), HEADS,
-     hm.PerHead({0: W(2, 2)}) & hm.PerHead({1: SELF}), HEADS),
     ("input-changes-nothing", (), CAUSAL, OF_REAL, CAUSAL & X, OF_REAL),
     ("input-changes-nothing", (), CAUSAL | (CAUSAL & X), {}, CAUSAL | X, {}),
     ("input-changes-nothing", (), Far(0) | (Far(2) & X), {}, Far(0) | X, {}),

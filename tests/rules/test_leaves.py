@@ -15,42 +15,22 @@ def drawn(spec, queries, keys=None, **more):
 # (rule, queries, keys, query_offset, matrix)
 POSITIONAL = [
     (hm.Full(), 2, 3, 0, "111 111"),
-    (hm.Full(), 3, 2, 5, "11 11 11"),
     (hm.Nothing(), 2, 3, 0, "000 000"),
-    (hm.Nothing(), 3, 2, 5, "00 00 00"),
-    (hm.Window(), 2, 4, 0, "1111 1111"),
     (hm.Window(after=0), 3, 3, 0, "100 110 111"),
     (hm.Window(after=0), 2, 4, 2, "1110 1111"),
-    (hm.Window(after=1), 3, 4, 0, "1100 1110 1111"),
-    (hm.Window(before=0), 3, 3, 0, "111 011 001"),
-    (hm.Window(before=1), 4, 4, 0, "1111 1111 0111 0011"),
-    (hm.Window(1, 1), 4, 4, 0, "1100 1110 0111 0011"),
     (hm.Window(2, 0), 4, 5, 0, "10000 11000 11100 01110"),
     (hm.Window(2, 0), 2, 5, 3, "01110 00111"),
-    (hm.Window(0, 1), 4, 2, 0, "11 01 00 00"),
-    (hm.Window(0, 0), 3, 4, -1, "0000 1000 0100"),
     (hm.Window(1, -1), 3, 3, 0, "000 100 010"),  # the previous position alone
     (hm.Window(-1, 2), 3, 4, 0, "0110 0011 0001"),  # starts ahead of the query
-    (hm.Window(step=2), 3, 4, 0, "1010 0101 1010"),
-    (hm.Window(step=2), 2, 4, 1, "0101 1010"),
     (hm.Window(step=2), 2, 4, -1, "0101 1010"),
     (hm.Window(2, 2, step=2), 5, 5, 0, "10100 01010 10101 01010 00101"),
-    (hm.Window(3, 0, step=3), 5, 5, 0, "10000 01000 00100 10010 01001"),
-    (hm.Window(2, 2, step=3), 3, 3, 0, "100 010 001"),
-    (hm.Chunk(2), 4, 4, 0, "1100 1100 0011 0011"),
-    (hm.Chunk(3), 5, 4, 0, "1110 1110 1110 0001 0001"),
-    (hm.Chunk(2), 2, 4, 1, "1100 0011"),
     (hm.Chunk(2), 2, 3, -1, "000 110"),  # position -1 lies in block -1
     (hm.Chunk(2, before=1), 6, 6, 0, "110000 110000 111100 111100 001111 001111"),
-    (hm.Chunk(2, after=1), 6, 6, 0, "111100 111100 001111 001111 000011 000011"),
     (hm.Chunk(1, before=2, after=1), 4, 4, 0, "1100 1110 1111 0111"),
-    (hm.Keys(1), 2, 3, 0, "011 011"),
     (hm.Keys(0, 1), 2, 3, 4, "100 100"),
+    (hm.Keys(0, 2**31 - 1), 2, 2, 0, "11 11"),
+    (hm.Chunk(2**31 - 1), 2, 2, 0, "11 11"),
     (hm.Keys(1, 3), 2, 4, 0, "0110 0110"),
-    (hm.Keys(2, 9), 2, 3, 0, "001 001"),
-    (hm.Queries(1), 3, 2, 0, "00 11 11"),
-    (hm.Queries(0, 1), 3, 2, 0, "11 00 00"),
-    (hm.Queries(1, 3), 4, 2, 0, "00 11 11 00"),
     (hm.Queries(4, 5), 3, 2, 3, "00 11 00"),
 ]
 
@@ -66,31 +46,20 @@ def test_positional_leaves_as_drawn(spec, queries, keys, offset, expected):
 # (rule, the one input as a row, or as a pair of rows, matrix)
 READING = [
     (hm.SameSegment("x"), [7, 7, 0, 0], "1100 1100 0011 0011"),
-    (hm.SameSegment("x"), [4, 0, 4], "101 010 101"),  # segments need not be runs
     (hm.SameSegment("x"), [-1, 5, -1, -2], "0000 0100 0000 0000"),
     (~hm.SameSegment("x"), [-1, 5, -1], "111 101 111"),
     (hm.SameSegment("x"), ([1, 2], [2, 2, 1]), "001 110"),
-    (hm.SameSegment("x"), ([-1, 2, 0], [2, -1]), "00 10 00"),
-    (hm.SameSentence(9, "x"), [5, 9, 4, 9], "1100 1100 0011 0011"),
     (hm.SameSentence(9, "x"), [5, 9, 9, 4], "1100 1100 0010 0001"),  # a run of ends
-    (hm.SameSentence(9, "x"), [9, 9, 9], "100 010 001"),
     (hm.SameSentence(9, "x"), [9, 4, 2, 0, 0], "10000 01111 01111 01111 01111"),  # the tail
-    (hm.SameSentence(9, "x"), [1, 2, 3], "111 111 111"),
     (hm.SameSentence((9, 8), "x"), [1, 8, 2, 9, 3], "11000 11000 00110 00110 00001"),
     (hm.SameSentence(-1, "x"), [-1, 0], "10 01"),
     (hm.SameSentence(9, "x"), ([1, 9, 2], [9, 3]), "10 10 01"),  # first with first, and so on
-    (hm.KeyFlag("x"), [1, 0, 1], "101 101 101"),
     (hm.KeyFlag("x"), [-3, 0, 2], "001 001 001"),
-    (hm.KeyFlag("x"), ([0, 0], [1, 0, 1]), "101 101"),
     (hm.KeyFlag("x"), (None, [1, 0, 1]), "101 101 101"),
-    (hm.QueryFlag("x"), [1, 0, 2], "111 000 111"),
-    (hm.QueryFlag("x"), ([0, 1], [0, 0, 0]), "000 111"),
     (hm.QueryFlag("x"), ([0, 1, 1], None), "000 111 111"),
     (hm.KeyIn("x", (3, 5)), [5, 4, 3], "101 101 101"),
     (hm.KeyIn("x", -1), ([5, 5], [-1, 0, 1]), "100 100"),
-    (~hm.KeyIn("x", 4), [5, 4, 3], "101 101 101"),
     (hm.QueryIn("x", (3, 5)), [5, 4, 3], "111 000 111"),
-    (hm.QueryIn("x", 5), ([5, 4], [5, 5, 5]), "111 000"),
 ]
 
 
@@ -110,22 +79,6 @@ def test_reading_leaves_as_drawn(spec, rows, expected, dtype):
     else:
         value = value.astype(dtype)
     assert drawn(spec, queries, keys, mask_inputs={"x": value}) == expected
-
-
-@pytest.mark.parametrize(
-    ("spec", "expected"),
-    [
-        (hm.SameSegment("x"), "10010 00001"),
-        (hm.SameSentence(7, "x"), "01110 00001"),  # counted over the whole row, then cut
-        (hm.QueryFlag("x"), "11111 00000"),
-        (hm.QueryIn("x", 0), "00000 11111"),
-        (hm.KeyFlag("x"), "11110 11110"),
-    ],
-    ids=repr,
-)
-def test_a_row_as_long_as_the_keys_serves_the_queries_at_their_positions(spec, expected):
-    ids = np.array([[7, 4, 4, 7, 0]])
-    assert drawn(spec, 2, 5, mask_inputs={"x": ids}, query_offset=3) == expected
 
 
 def test_unsigned_ids_stay_apart():
@@ -149,22 +102,19 @@ REFUSED = [  # (and what `test_config.py` says of fields)
     (lambda: hm.Window(before=1.0), TypeError, f"`before` {WHOLE}1.0"),
     (lambda: hm.Window(step=0), ValueError, "`step` must be at least 1. Received: 0"),
     (lambda: hm.Window(step=None), TypeError, f"`step` {WHOLE}None"),
-    (lambda: hm.Window(1, -2), ValueError, r"No distance lies from -1 to -2.*Write Nothing\(\)"),
     (lambda: hm.Window(-3, 2), ValueError, "No distance lies from 3 to 2"),
     (lambda: hm.Chunk(0), ValueError, "`size` must be at least 1. Received: 0"),
     (lambda: hm.Chunk(2, before=-1), ValueError, "`before` must be at least 0. Received: -1"),
-    (lambda: hm.Chunk(2, after=-1), ValueError, "`after` must be at least 0. Received: -1"),
     (lambda: hm.Keys(-1), ValueError, "`start` must be at least 0. Received: -1"),
-    (lambda: hm.Keys(2, 2), ValueError, r"no position lies in \[2, 2\). Write Nothing\(\)"),
     (lambda: hm.Queries(None), TypeError, f"`start` {WHOLE}None"),
-    (lambda: hm.Queries(0, 1.5), TypeError, f"`stop` {WHOLE}1.5"),
     (lambda: hm.SameSentence(()), ValueError, "`end_ids` must hold at least one id"),
     *((lambda x=x: hm.SameSentence(x), TypeError, "`end_ids` must be ids") for x in (".", {9: 1})),
     (lambda: hm.QueryIn("x", [True]), TypeError, f"`ids` {WHOLE}True"),
-    (lambda: hm.SameSegment(3), TypeError, f"`input` {NAME}.*Received: 3"),
     (lambda: hm.SameSegment(""), TypeError, f"`input` {NAME}.*Received: ''"),
-    (lambda: hm.KeyIn(9, "x"), TypeError, f"`input` {NAME}.*Received: 9"),
     (lambda: hm.SameSentence(9, None), TypeError, f"`input` {NAME}.*Received: None"),
+    (lambda: hm.Window(before=2**31), ValueError, "between -2147483647 and 2147483647"),
+    (lambda: hm.Chunk(1, before=2**31), ValueError, "2147483647"),
+    (lambda: hm.KeyIn("x", -(2**40)), ValueError, "2147483647"),
     (lambda: hm.MaskInput(np.ones((1, 1))), TypeError, f"`input` {NAME}.*ndarray of shape"),
 ]
 
@@ -173,33 +123,6 @@ REFUSED = [  # (and what `test_config.py` says of fields)
 def test_constructors_refuse(make, error, message):
     with pytest.raises(error, match=message):
         make()
-
-
-def test_numbers_beyond_int32_are_refused():
-    large = 2**40
-    for make in (
-        *(lambda name=name: hm.Window(**{name: large}) for name in ("before", "after", "step")),
-        *(lambda leaf=leaf: leaf(large) for leaf in (hm.Chunk, hm.Keys, hm.SameSentence)),
-        lambda: hm.Chunk(1, before=2**31),
-        lambda: hm.Queries(0, large),
-        lambda: hm.KeyIn("x", -large),
-    ):
-        with pytest.raises(ValueError, match=r"214748364[78]"):
-            make()
-
-
-@pytest.mark.parametrize(
-    ("spec", "expected"),
-    [
-        (hm.Window(before=2**31 - 1), "111 111 111"),
-        (hm.Window(after=2**31 - 1), "111 111 111"),
-        (hm.Keys(0, 2**31 - 1), "111 111 111"),
-        (hm.Chunk(2**31 - 1), "111 111 111"),
-    ],
-    ids=repr,
-)
-def test_the_largest_numbers(spec, expected):
-    assert drawn(spec, 3) == expected
 
 
 @pytest.mark.parametrize("offset", [-(2**30), -1, 0, 2**30])

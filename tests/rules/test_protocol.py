@@ -7,8 +7,6 @@ import keras
 import numpy as np
 import pytest
 from contract import numpy
-from hypothesis import given
-from strategies import FEW, cases
 
 import keras_headmask as hm
 from keras_headmask.attention import choose, gathered
@@ -17,7 +15,6 @@ from keras_headmask.export.signature import Input
 from keras_headmask.retrofit.find import Found
 from keras_headmask.retrofit.made_up import made_up
 from keras_headmask.rules import config, evaluation
-from keras_headmask.rules.base import leaves
 from keras_headmask.rules.inputs import ids_of
 
 CAUSAL, NEAR = hm.Window(after=0), hm.Window(2, 2)
@@ -126,21 +123,3 @@ def test_a_twin_is_treated_alike(leaf):
         if rule is leaf:
             assert len(said) == warns
             assert all(np.isin(ids_of(leaf), ids).all() for ids in made.values())
-
-
-# --- what the answers promise ---
-
-
-@FEW
-@given(cases())
-def test_positions_of_queries_that_are_not_read_do_not_matter(case):
-    """(`test_check_spec.py` holds the other answers to the mask.)"""
-    spec, inputs, _, heads, queries, keys, offset = case
-
-    def mask_of(offset):
-        return numpy(hm.make_mask(spec, queries, keys, heads, inputs or None, offset))
-
-    pairs = all(isinstance(value, tuple) for value in inputs.values())
-    # (A rule that counts refuses pairs at an offset.)
-    if pairs and not any(leaf.counts or leaf.reads_query_positions for leaf in leaves(spec)):
-        np.testing.assert_array_equal(mask_of(offset + 3), mask_of(offset))

@@ -11,7 +11,7 @@ import numpy as np
 from keras_headmask.heads.reading import allowed_pairs, read
 from keras_headmask.look import plotting
 from keras_headmask.look.tables import Printed, Table
-from keras_headmask.rules.base import MaskSpec, fraction
+from keras_headmask.rules.base import MaskSpec, not_negative
 from keras_headmask.rules.inputs import KeyIn, SameSentence
 from keras_headmask.rules.positions import Window
 
@@ -76,7 +76,7 @@ class HeadReport(Printed):
         Args:
             threshold: A number from 0 to 1.
         """
-        threshold, gains = fraction(threshold, "threshold"), {}
+        threshold, gains = not_negative(threshold, "threshold", most=1), {}
         for measure, score in self.scores.items():
             even, most = self.uniform_baseline[measure], self.upper_bound[measure]
             # None where all heads have the same. (Rounded: attention is computed in float32.)

@@ -14,7 +14,7 @@ from keras_headmask.look import plotting
 from keras_headmask.look.tables import Printed, Table
 from keras_headmask.rules import recipes
 from keras_headmask.rules.algebra import PerHead
-from keras_headmask.rules.base import MaskSpec, fraction
+from keras_headmask.rules.base import MaskSpec, not_negative
 from keras_headmask.rules.inputs import SameSentence
 from keras_headmask.rules.positions import Full, Keys, Nothing, Window
 
@@ -108,7 +108,7 @@ def suggest_rules(
     attention  head 0  Window(before=2, after=2)  keeps 1.00, computes 0.20
     attention  head 1  Full()                     keeps 1.00, computes 1.00
     """
-    keep = fraction(keep, "keep")
+    keep = not_negative(keep, "keep", most=1)
     if keep == 0:
         raise ValueError("`keep` must be above 0: `Nothing()` keeps nothing. Received: 0.")
     family = {spec: spec for spec in _family(end_ids, special_ids)}

@@ -110,14 +110,7 @@ class MaskSpec:
         return ()
 
     def with_children(self, children: Collection["MaskSpec"]) -> "MaskSpec":
-        """The same node with other children.
-
-        Args:
-            children: A spec in place of each one in `self.children`.
-
-        Returns:
-            A spec of this kind.
-        """
+        """A spec of this kind with other children, in the order of `self.children`."""
         return self
 
     def for_head(self, head: int) -> "MaskSpec":
@@ -137,13 +130,9 @@ class MaskSpec:
         either: Callable[[T, T], T],
         neither: Callable[[T], T],
     ) -> T:
-        """The answer of a spec without `PerHead`, made of the answers of its leaves.
+        """The answer of a spec without `PerHead`, made of the answers that `leaf` gives for leaves.
 
-        Args:
-            leaf: Answers for a leaf.
-            both: Joins two answers for `&`.
-            either: Joins two answers for `|`.
-            neither: Negates an answer, for `~`.
+        `both` joins two answers for `&`, `either` for `|`; `neither` negates one, for `~`.
         """
         if self.kind not in ("and", "or", "not"):
             return leaf(self)
@@ -248,14 +237,9 @@ token that `padding_mask` does not hide.
 
     @classmethod
     def from_fields(cls, fields: dict[str, Any], path: str = "") -> Any:
-        """The spec of this kind with these JSON fields.
+        """The spec of this kind with these JSON fields: its config without the `kind`.
 
-        Args:
-            fields: The config without its `kind`.
-            path: Where it stands in a larger config, for errors.
-
-        Raises:
-            ValueError: for a field that is missing, unknown or not valid.
+        `path` is where it stands in a larger config. Errors show it.
         """
         return config.build_dataclass(cls, fields, path)
 
@@ -510,9 +494,6 @@ def not_negative(value: Any, field: str, most: float = math.inf) -> float:
         limits = "be finite and from 0 on" if is_open else f"lie between 0 and {most}"
         fail(ValueError, field, f"`{field}` must {limits}. Received: {value!r}.")
     return float(value)
-
-
-fraction = functools.partial(not_negative, most=1)
 
 
 def input_name(value: Any, field: str) -> str:

@@ -516,32 +516,26 @@ def _at(value: Any, heads: tuple[int, ...], places: Places) -> Any:
     if isinstance(value, Sides):
         of_query = side(value.query, places.queries, places.rows)
         return Sides(of_query, side(value.key, places.keys, places.columns))
-    return pairs_at(_select_heads(value, heads), places)
+    return _pairs_at(_select_heads(value, heads), places)
 
 
-def pairs_at(value: Tensor, places: Places) -> Tensor:
+def _pairs_at(value: Tensor, places: Places) -> Tensor:
     """Cut n tiles `(n, h, queries or 1, keys or 1)` out of `(B or 1, h, T or 1, S or 1)`."""
-    keys = masks.sizes(value)[3]
-    rows = places.take(ops.reshape(value, (-1, keys)), rows_at(value, places))
+    dtype = keras.backend.standardize_dtype(places.examples.dtype)
+    (batch, heads, queries, keys), examples = masks.sizes(value, dtype), places.examples
+    if value.shape[0] in (1, None):  # 1 serves every example, and may show when a graph runs
+        examples = ops.minimum(examples, batch - 1)
+    rows = examples * heads + ops.reshape(ops.arange(heads, dtype=dtype), (-1, 1, 1))
+    rows = rows * queries  # of each tile and head the first
+    rows = ops.squeeze(rows if value.shape[2] == 1 else rows + places.queries, 3)
+    found = places.take(ops.reshape(value, (-1, keys)), rows)
     if value.shape[3] == 1:
-        return rows
+        return found
     if keras.backend.backend() == "tensorflow":
         import tensorflow as tf
 
-        return tf.gather(rows, places.keys[:, 0, 0], axis=3, batch_dims=1)
-    return ops.take_along_axis(rows, places.keys, axis=3)
-
-
-def rows_at(value: Tensor, places: Places) -> Tensor:
-    """The rows of `(B or 1, h, T or 1, ...)`, as one axis, that n tiles read: `(n, h, b or 1)`."""
-    dtype = keras.backend.standardize_dtype(places.examples.dtype)
-    (batch, heads, queries, _), examples = masks.sizes(value, dtype), places.examples
-    if value.shape[0] in (1, None):  # 1 serves every example, and may show when a graph runs
-        examples = ops.minimum(examples, batch - 1)
-    of_head = ops.reshape(ops.arange(heads, dtype=examples.dtype), (-1, 1, 1))
-    rows = examples * heads + of_head
-    rows = rows * queries  # of each tile and head the first
-    return ops.squeeze(rows if value.shape[2] == 1 else rows + places.queries, 3)
+        return tf.gather(found, places.keys[:, 0, 0], axis=3, batch_dims=1)
+    return ops.take_along_axis(found, places.keys, axis=3)
 
 
 def _select_heads(mask: Mask, heads: tuple[int, ...]) -> Mask:

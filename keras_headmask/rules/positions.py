@@ -138,15 +138,11 @@ class Window(MaskSpec):
 
     def in_words(self) -> str:
         before, after = self.before, self.after
-        if before is None and after is None:
-            if self.step > 1:
-                return f"every token at a distance that is a multiple of {self.step}"
-            text = "every token, at whatever distance"
-        elif before is not None and before < 0:
+        if before is not None and before < 0:
             text = f"{_places(-before, after)} after it"
         elif after is not None and after < 0:
             text = f"{_places(-after, before)} before it"
-        elif before == after:
+        elif before is not None and before == after:
             each = words.counted(before, "token")
             text = f"itself and {each} on each side" if before else "itself alone"
         else:

@@ -70,11 +70,6 @@ def shown(text: str) -> str:
     )
 
 
-def in_one_line(text: str) -> str:
-    r"""`text` with the ends of lines escaped, too, so that a name cannot add a line of its own."""
-    return shown(text).replace("\n", "\\n")
-
-
 def aligned(rows: Sequence[tuple[str, ...]]) -> list[str]:
     """A line for each row, with its cells in columns."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]

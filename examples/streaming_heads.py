@@ -146,6 +146,6 @@ print(f"the stock model writes the same {first} tokens, and then another one")
 
 # %% [markdown]
 """
-`docs/generate.md` says what `generate()` does with rules that read ids, and what it costs;
-`docs/decoders.md` which models take a rule.
+`docs/generate.md` says what `generate()` does with rules that read ids, what it costs, and which
+models take a rule.
 """

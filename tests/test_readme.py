@@ -1,4 +1,4 @@
-"""The README's Python prints what it says; its figures are those of the records."""
+"""The README's Python prints what it says; its figures, and those of pages, are of the records."""
 
 import importlib
 import json
@@ -38,10 +38,10 @@ def test_its_picture_is_the_rule_of_the_snippet_above():
     assert f"]({picture.removeprefix('docs/')})" in (ROOT / "docs/index.md").read_text("utf-8")
 
 
-def test_its_table_of_heads_is_what_the_tutorial_printed():
+def test_the_table_of_heads_is_what_the_tutorial_printed():
     printed = json.loads((ROOT / "docs/printed/know_your_heads.json").read_text("utf-8"))["printed"]
     row = re.compile(r"^(no rule|keep|all heads).*? +(\d\.\d\d) +\d\.\d{3} +(\d\.\d{3}) ", re.M)
-    found, text = row.findall("\n".join(printed)), README.read_text("utf-8")
+    found, text = row.findall("\n".join(printed)), (ROOT / "docs/heads.md").read_text("utf-8")
     (stock,) = [rank for kind, _, rank in found if kind == "no rule"]
     shares = [share for kind, share, _ in found if kind == "keep"]
     assert f" | 1 | {' | '.join(reversed(shares))} |" in text

@@ -65,7 +65,7 @@ def apply_head_masks(
     Args:
         model: A model that holds `keras.layers.MultiHeadAttention`, a subclass that computes by
             `_compute_attention`, `PerHeadMaskedMultiHeadAttention`, or the attention of KerasHub's
-            Llama, Gemma and others (docs/decoders.md: a rule names their query heads), in nested
+            Llama, Gemma and others (docs/generate.md: a rule names their query heads), in nested
             layers and models too: functional, Sequential or subclassed.
         mask_spec: A `MaskSpec`, its config (a dict, or JSON text), or a mapping from selectors of
             layers to specs: `{"0-1": a, "2": b}`. (Not `2: b`: a number may mean a head.)

@@ -138,13 +138,9 @@ def test_a_function_is_in_the_file_that_is_named_with_it():
     assert wrong == []
 
 
-def test_the_tree_and_the_arrows_are_those_that_are_checked():
-    tree = re.search(r"```text\n(.*?)```", PAGES["architecture"], re.DOTALL)[1]
-    _, _, inner = tree.partition("keras_headmask/\n")
-    names = re.findall(r"^  (\w+)(?:/|\.py) ", inner, re.MULTILINE)
-    assert sorted(names) == sorted(ARROWS)
+def test_the_folders_and_the_arrows_are_those_that_are_checked():
     above, _, _ = PAGES["architecture"].partition("<!-- kernels:start -->")
-    rows = re.findall(r"^\| `(\w+)` \| (.*) \|$", above, re.MULTILINE)
+    rows = re.findall(r"^\| `(\w+)` \| .* \| (.*) \|$", above, re.MULTILINE)
     assert {name: set(re.findall(r"`(\w+)`", others)) for name, others in rows} == ARROWS
 
 

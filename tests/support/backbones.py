@@ -9,8 +9,6 @@ import sys
 from pathlib import Path
 from typing import NamedTuple
 
-import decoders
-
 PAGE = Path(__file__).parents[2] / "docs" / "retrofit.md"
 START, END = "<!-- backbones:start -->", "<!-- backbones:end -->"
 
@@ -156,17 +154,15 @@ REFUSED = [
 
 def table():
     """The table of `PAGE`."""
-    rows = ["| KerasHub backbone | a rule reaches |", "|---|---|"]
-    rows += [f"| `{entry.name}` | {entry.layers} |" for entry in COVERED]
-    by_name = dict.fromkeys(family.backbone for family in decoders.FAMILIES)
-    rows += [f"| `{name}` | all self-attention, by query heads |" for name in by_name]
-    taken = decoders.ENCODER_DECODERS
-    rows += [f"| `{x.backbone}` | {_CROSS}; by query heads; `generate()` |" for x in taken]
-    refused = [Refused(x.backbone, x.arguments, x.attention) for x in decoders.REFUSED]
-    for entry in [*refused, *REFUSED]:
-        why = "has no attention" if entry.attention is None else f"computes in `{entry.attention}`"
-        rows.append(f"| `{entry.name}` | refused: {why} |")
-    return "\n".join(rows)
+    rows = {entry.layers: [] for entry in COVERED}
+    for entry in COVERED:
+        rows[entry.layers].append(entry.name)
+    rows["nothing: no attention"] = [entry.name for entry in REFUSED]
+    names = {reach: f"`{'`, `'.join(of_row)}`" for reach, of_row in rows.items()}
+    others = "those of [Llama, Gemma, T5, DeBERTa v3 and others](generate.md#which-families)"
+    names["all attention, by query heads"] = others
+    lines = [f"| {reach} | {backbones} |" for reach, backbones in names.items()]
+    return "\n".join(["| a rule reaches | in the backbones |", "|---|---|", *lines])
 
 
 def written(text):

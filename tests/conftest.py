@@ -62,6 +62,7 @@ def pytest_collection_modifyitems(config, items):
 SECONDS = Path(__file__).with_name("seconds.json")  # of one core, as `make test-all` measured them
 OF_THIS = json.loads(SECONDS.read_text()).get(keras.backend.backend(), {})  # by file, then by case
 LEAST = 0.05  # what takes less, or is not known, counts as half of it
+SKIPPED = 1000  # what is skipped here, which is not to be among the cheapest
 
 
 def _seconds(item):
@@ -92,7 +93,7 @@ def daily(items):
     return {x for x in items if (x in chosen and _seconds(x) <= 3) or x.get_closest_marker("daily")}
 
 
-took = {}  # the seconds of each case, setup included
+took, skipped = {}, set()  # the seconds of each case, setup included
 
 
 def _cpu_seconds():
@@ -114,6 +115,8 @@ def pytest_runtest_makereport(item, call):
 
 
 def pytest_runtest_logreport(report):
+    if report.skipped:
+        skipped.add(report.nodeid)
     if report.when == "teardown":
         took[report.nodeid] = dict(report.user_properties).get("seconds", 0.0)
 
@@ -123,6 +126,7 @@ def _write_seconds():
     by_file = collections.defaultdict(dict)
     for nodeid, seconds in sorted(took.items()):
         file, _, name = nodeid.partition("::")
+        seconds = SKIPPED if nodeid in skipped else seconds
         by_file[file] |= {name: round(seconds, 2)} if seconds >= LEAST else {}
     files = {
         x: known for x, known in (OF_THIS | by_file).items() if (SECONDS.parents[1] / x).exists()
@@ -133,11 +137,12 @@ def _write_seconds():
 
 def _say_what_took_long(write_line):
     """A report, and no failure: the machine may be busy."""
-    expected = {x: OF_THIS.get(x.partition("::")[0], {}).get(x.partition("::")[2], 0) for x in took}
+    ran = took.keys() - skipped
+    expected = {x: OF_THIS.get(x.partition("::")[0], {}).get(x.partition("::")[2], 0) for x in ran}
     spent, budget = sum(took.values()), sum(expected.values())
     write_line(f"{spent:.0f} CPU seconds in {len(took)} cases; {budget:.0f} were expected")
     if OF_THIS and spent > 1.5 * budget:
-        for case in sorted(took, key=lambda x: expected[x] - took[x])[:15]:
+        for case in sorted(ran, key=lambda x: expected[x] - took[x])[:15]:
             write_line(f"  {took[case]:.1f} in place of {expected[case]:.1f}: {case}")
 
 

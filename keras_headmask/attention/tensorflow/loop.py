@@ -187,6 +187,7 @@ class Step(NamedTuple):
 
     `first` is the number of its first tile. `are_there` `(m, 1, 1, w)` is false for filler keys,
     `are_wanted` `(m, 1, b, 1)` for filler queries. `at_keys` `(m, h, w)`: where the keys are.
+    `meets_all`: whether it is one tile that meets all keys of its example.
     """
 
     steps: _Steps
@@ -195,6 +196,7 @@ class Step(NamedTuple):
     are_there: Mask
     are_wanted: Mask
     at_keys: Tensor
+    meets_all: Tensor
 
     @classmethod
     def of(cls, steps: _Steps, first: Tensor, stop: Tensor) -> "Step":
@@ -203,9 +205,12 @@ class Step(NamedTuple):
         queries, blocks = plan.queries[first:stop, None, :, None], plan.blocks[first:stop]
         blocks = blocks[:, : plan.counts[first], None]
         keys = blocks * block + tf.range(block, dtype=tf.int64)
-        keys = tf.reshape(keys, [tf.shape(keys)[0], tf.shape(keys)[1] * block])
+        # (Beyond the last key there are fillers alone.)
+        keys = tf.reshape(keys, [tf.shape(keys)[0], tf.shape(keys)[1] * block])[:, : steps.keys]
+        meets_all = (stop - first == 1) & (tf.shape(keys)[1] == steps.keys)
         if plan.columns is not None:
             keys = tf.concat([keys, plan.columns[first:stop]], 1)
+            meets_all &= tf.shape(plan.columns)[1] == 0
         of_queries, of_keys = steps.lengths
         are_there = (keys >= 0) & (keys < of_keys)
         keys, rows = tf.clip_by_value(keys, 0, of_keys - 1)[:, None, None], tf.maximum(queries, 0)
@@ -213,12 +218,26 @@ class Step(NamedTuple):
         places = Places(example, rows, keys, of_all[0], of_all[1], tf.gather)
         heads = tf.range(steps.heads, dtype=tf.int64)[:, None, None]
         at_keys = tf.squeeze((example * steps.heads + heads) * of_keys + keys, 2)
-        return cls(steps, first, places, are_there[:, None, None], queries >= 0, at_keys)
+        are_there = are_there[:, None, None]
+        return cls(steps, first, places, are_there, queries >= 0, at_keys, meets_all)
 
     def operands(self) -> list[Tensor]:
         """Queries, keys and values of the tiles, `(m, h, b or w, size)`, and the sinks."""
-        of_keys = [tf.gather(x, self.at_keys) for x in self.steps.of_keys]
-        return [self.rows(self.steps.query), *of_keys, *self.steps.sinks]
+        return [self.rows(self.steps.query), *self.of_keys(), *self.steps.sinks]
+
+    def of_keys(self) -> list[Tensor]:
+        def gathered() -> list[Tensor]:
+            return [tf.gather(x, self.at_keys) for x in self.steps.of_keys]
+
+        def as_they_lie() -> list[Tensor]:  # not copied
+            start, count = self.at_keys[0, 0, 0], self.steps.heads * self.steps.keys
+            shape = [1, self.steps.heads, self.steps.keys]
+            parts = (tf.slice(x, [start, 0], [count, x.shape[1]]) for x in self.steps.of_keys)
+            return [tf.reshape(x, [*shape, x.shape[1]]) for x in parts]
+
+        if internals.in_forward_mode(*self.steps.of_keys):
+            return gathered()  # (it raises for a branch here)
+        return tf.cond(self.meets_all, as_they_lie, gathered)
 
     def rows(self, tensor: Tensor) -> Tensor:
         """The queries of the tiles, `(m, h, b, size)`, of `(B, T, h, size)`."""
@@ -228,8 +247,12 @@ class Step(NamedTuple):
 
     def added(self, sums: Tensor, addend: Tensor) -> Tensor:
         """Add `addend` `(m, h, w, size)` to `sums` `(B * h * S, size)` at the keys of this step."""
-        rows = tf.reshape(addend, [-1, addend.shape[3]])
-        return added(sums, tf.reshape(self.at_keys, [-1]), rows, self.steps.plan.is_gpu)
+        size = addend.shape[3]
+        # One row at a time, or all of an example as one: TensorFlow adds row by row.
+        count = tf.where(self.meets_all, self.steps.heads * self.steps.keys, 1)
+        where = tf.reshape(self.at_keys, [-1])[::count] // tf.cast(count, tf.int64)
+        as_rows = [tf.reshape(x, [-1, count * size]) for x in (sums, addend)]
+        return tf.reshape(added(as_rows[0], where, as_rows[1], self.steps.plan.is_gpu), [-1, size])
 
 
 def _heads_first(tensor: Tensor) -> Tensor:

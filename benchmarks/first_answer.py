@@ -2,9 +2,10 @@
 
 BERT models of 12 and 24 layers, tiny in width, since what is traced does not depend on it: stock;
 with the first head of each layer held to its sentence, or to a window; with four rules in each
-layer. Every measurement is a process of its own, and those of the arms take turns. `predict` is the
-first at a length, `another length` the one after it, for which Keras traces anew with lengths
-unknown; `fit` is the first step; `load` is the load of an export and its first answer.
+layer. Every measurement is a process of its own, and those of the arms take turns. All are CPU
+seconds of all threads. `predict` is the first at a length, `another length` the one after it, for
+which Keras traces anew with lengths unknown; `fit` is the first step at another length; `load` is
+the load of an export and its first answer.
 """
 
 import argparse
@@ -22,9 +23,11 @@ os.environ["KERAS_BACKEND"] = "tensorflow"
 from benchmarks import machine, workers
 
 RECORD = Path(__file__).parent / "results" / "first_answer.json"
-STOCK, GOALS = "stock", {"one rule": 1.2, "one window": 1.2, "four rules": 1.4}  # times stock's
 STEPS = "predict", "another length", "fit", "load"
-HEADS, END, LENGTH = 12, 3, 64
+STOCK, ONE = "stock", {"predict": 1.1, "another length": 1.5, "fit": 1.25, "load": 1.35}
+FOUR = {"predict": 1.1, "another length": 2.0, "fit": 1.5, "load": 1.5}
+GOALS = {"one rule": ONE, "one window": ONE, "four rules": FOUR}  # times stock's
+HEADS, END, LENGTH, SHORTER = 12, 3, 64, 48
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -44,7 +47,7 @@ def main(arguments: list[str] | None = None) -> None:
     for layers, of in record["layers"].items():
         for name, ratios in of["ratios"].items():
             for step, ratio in ratios.items():
-                verdict = "met" if ratio <= GOALS[name] else "missed"
+                verdict = "met" if ratio <= GOALS[name][step] else "missed"
                 print(f"{layers} layers, {name}, {step}: {ratio:.2f}, {verdict}")
 
 
@@ -65,9 +68,8 @@ def compared(layers: int, repetitions: int) -> dict[str, Any]:
 
 def measured(arm: str, layers: int) -> dict[str, float]:
     """Seconds of each step in this process."""
-    model, given = under(arm, bert(layers)), inputs()
+    model, given, shorter = under(arm, bert(layers)), inputs(), inputs(SHORTER)
     seconds = {"predict": timed(lambda: model.predict(given, verbose=0))}
-    shorter = {name: x[:, :48] for name, x in given.items()}
     seconds["another length"] = timed(lambda: model.predict(shorter, verbose=0))
     return seconds | {"fit": fitted(under(arm, bert(layers))), "load": loaded(model)}
 
@@ -77,7 +79,8 @@ def fitted(model: Any) -> float:
 
     model.compile("sgd", "mse")
     target = np.zeros((4, LENGTH, 24), "float32")
-    return timed(lambda: model.fit(inputs(), target, verbose=0))
+    model.fit(inputs(), target, verbose=0)
+    return timed(lambda: model.fit(inputs(SHORTER), target[:, :SHORTER], verbose=0))
 
 
 def loaded(model: Any) -> float:
@@ -93,9 +96,9 @@ def loaded(model: Any) -> float:
 
 
 def timed(run: Callable[[], Any]) -> float:
-    start = time.perf_counter()
+    start = time.process_time()
     run()
-    return time.perf_counter() - start
+    return time.process_time() - start
 
 
 def bert(layers: int) -> Any:
@@ -127,10 +130,10 @@ def under(arm: str, model: Any) -> Any:
     return hm.apply_head_masks(model, hm.PerHead(rules))
 
 
-def inputs() -> dict[str, Any]:
+def inputs(length: int = LENGTH) -> dict[str, Any]:
     import numpy as np
 
-    ids = np.random.default_rng(0).integers(1, 50, (4, LENGTH), dtype="int32")
+    ids = np.random.default_rng(0).integers(1, 50, (4, length), dtype="int32")
     return {
         "token_ids": ids,
         "segment_ids": np.zeros_like(ids),

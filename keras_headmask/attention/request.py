@@ -12,12 +12,12 @@ from keras_headmask import _keras
 from keras_headmask.attention import head_groups
 from keras_headmask.attention.logits import NONE, Changes
 from keras_headmask.attention.tuning import is_dense_scope
-from keras_headmask.masks import Length, Mask, Tensor, as_mask_input, sizes
+from keras_headmask.masks import Length, Mask, Tensor, sizes
 from keras_headmask.rules import evaluation, graphs
 from keras_headmask.rules.base import MaskSpec
-from keras_headmask.rules.evaluation import Bound
+from keras_headmask.rules.evaluation import Bound, as_sides
 from keras_headmask.rules.inputs import KeyFlag, MaskInput, QueryFlag, as_pair
-from keras_headmask.rules.protocol import Sides, Sizes
+from keras_headmask.rules.protocol import Sizes
 
 # (Made once: `torch.compile` cannot read how a spec is made.)
 _FROM_OUTSIDE: tuple[Any, ...] = (
@@ -121,10 +121,8 @@ def _sizes_from_inputs(
     if not kinds:
         return sizes, query
     name = max(kinds, key=lambda name: len(kinds[name].sides))  # the first that says both lengths
-    pair = as_pair(inputs[name])
-    is_cut = pair is None and not (isinstance(query_offset, int) and query_offset == 0)
-    sides = (inputs[name],) * 2 if pair is None else pair
-    mask_input = Sides(*(None if side is None else as_mask_input(side) for side in sides))
+    has_offset = not (isinstance(query_offset, int) and query_offset == 0)
+    is_cut, mask_input = has_offset and as_pair(inputs[name]) is None, as_sides(inputs[name])
     is_self = _keras.tensorflow.are_as_long(query, key)
     return graphs.sizes_from_input(
         sizes, name, mask_input, kinds[name].sides, is_cut, is_self, query

@@ -157,10 +157,7 @@ def leaves_under_or(spec: MaskSpec, is_under: bool = False) -> list[MaskSpec]:
 
 def _by_number(heads: Any, field: str) -> tuple[tuple[int, MaskSpec], ...]:
     """Each head that a key of `heads` names, with its rule, in rising order."""
-    are_pairs = isinstance(heads, tuple) and all(  # as they are kept: for `dataclasses.replace`
-        isinstance(pair, tuple) and len(pair) == 2 for pair in heads
-    )
-    if not isinstance(heads, Mapping) and not are_pairs:
+    if not isinstance(heads, Mapping):
         written = f"hm.PerHead({{0: {config.call_of(heads) or '...'}}})"
         if isinstance(heads, (list, tuple)):
             written += ", or of a list: hm.PerHead(dict(enumerate(rules)))"
@@ -171,7 +168,7 @@ def _by_number(heads: Any, field: str) -> tuple[tuple[int, MaskSpec], ...]:
             f"{heads!r}. Give the rule of each head by its number: {written}.",
         )
     rules: dict[int, MaskSpec] = {}
-    for key, spec in heads if are_pairs else heads.items():
+    for key, spec in heads.items():
         place = f"{field}.{key}"
         check_spec(spec, place, f"hm.PerHead({{{key!r}: SPEC}})")
         if not (numbers := head_numbers(key)):

@@ -365,7 +365,7 @@ def check_heads(spec: MaskSpec, num_heads: int, num_key_heads: int | None = None
 
     `num_key_heads`: of keys and values, where query heads share them.
     """
-    if whole_number(num_heads, "num_heads", at_least=1, any_size=True) > _MOST_HEADS:
+    if whole_number(num_heads, "num_heads", at_least=1) > _MOST_HEADS:
         raise ValueError(
             f"`num_heads` must be at most {_MOST_HEADS}. Received: {num_heads}. Pass the number of "
             "heads of the attention layer."
@@ -463,10 +463,8 @@ def fail(error: type[Exception], field: str, message: str) -> NoReturn:
     raise exception
 
 
-def whole_number(
-    value: Any, field: str, at_least: int | None = None, any_size: bool = False
-) -> int:
-    """`value` as an int; of 32 bits unless `any_size`, since it meets int32 positions and ids.
+def whole_number(value: Any, field: str, at_least: int | None = None) -> int:
+    """`value` as an int of 32 bits, since it meets int32 positions and ids.
 
     bool is refused, since True == 1 would make two specs equal.
     """
@@ -478,7 +476,7 @@ def whole_number(
         fail(TypeError, field, f"`{field}` must be a whole number. Received: {value!r}.")
     if at_least is not None and number < at_least:
         fail(ValueError, field, f"`{field}` must be at least {at_least}. Received: {number}.")
-    if abs(number) > _LARGEST and not any_size:
+    if abs(number) > _LARGEST:
         limits = f"between -{_LARGEST} and {_LARGEST} (32 bits)"
         fail(ValueError, field, f"`{field}` must lie {limits}. Received: {number}.")
     return number

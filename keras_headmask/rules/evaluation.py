@@ -22,7 +22,7 @@ from keras_headmask.rules.base import MaskSpec, check_spec, head_groups, leaves,
 from keras_headmask.rules.config import did_you_mean
 from keras_headmask.rules.graphs import made_once
 from keras_headmask.rules.inputs import as_pair
-from keras_headmask.rules.protocol import BOTH, InputType, Places, Sides, Sizes
+from keras_headmask.rules.protocol import InputType, Places, Sides, Sizes
 from keras_headmask.rules.words import counted
 
 MOST_OFFSET = 2**30  # positions are int32
@@ -355,38 +355,35 @@ def bind(
     bound: dict[MaskSpec, dict[str, Any]] = {}
     sizes = Sizes(batch, queries, keys)
     for leaf in leaves(spec):
-        sides: dict[str, Any] = {}
-        shared = set()  # one tensor of both sides: the queries stand in it at their positions
+        given: dict[str, Any] = {}
+        cut = set()  # of one tensor for both sides: the queries stand in it at their positions
         checks: list[Any] = []  # operations of a graph
         for name, kind in leaf.inputs.items():
             value = (mask_inputs or {})[name]
-            pair = as_pair(value)
-            if kind.rank is None:
-                sides[name] = masks.lift(value)
-            elif pair is not None:
-                sides[name] = Sides(*(None if v is None else masks.as_mask_input(v) for v in pair))
-            else:
-                tensor = masks.as_mask_input(value)
-                sides[name] = Sides(tensor, tensor)
-                shared |= {name} if "query" in kind.sides else set()
-            is_cut = pair is None and as_int(query_offset) != 0
+            given[name] = masks.lift(value) if kind.rank is None else as_sides(value)
+            if kind.rank is not None and as_int(query_offset) != 0 and as_pair(value) is None:
+                cut.add(name)
             if sizes.batch is None:
-                sizes = sizes._replace(batch=graphs.batch_of(sides[name]))
-            checks += graphs.checks(name, sides[name], kind.sides, sizes, is_cut, heads)
-        if sides:
-            values = (prepared or {}).get(leaf) or leaf.prepare(sides)
-            bound[leaf] = {name: _as_wide(value) for name, value in values.items()}
-            for name in shared if as_int(query_offset) != 0 else ():
-                query, key = bound[leaf][name]
-                if query.shape[1] is None or query.shape[1] != as_int(queries):
-                    query = graphs.standing_at(name, query, query_positions)
-                    bound[leaf][name] = Sides(query, key)
-            for name, values in bound[leaf].items():
-                read = leaf.inputs[name].sides if name in leaf.inputs else BOTH
-                bound[leaf][name] = graphs.checked(
-                    name, sides.get(name), values, read, sizes, checks
-                )
+                sizes = sizes._replace(batch=graphs.batch_of(given[name]))
+            checks += graphs.checks(name, given[name], kind.sides, sizes, name in cut, heads)
+        if given:
+            bound[leaf] = {}
+            for name, values in ((prepared or {}).get(leaf) or leaf.prepare(given)).items():
+                values, read = _as_wide(values), leaf.inputs.get(name, InputType()).sides
+                if name in cut and "query" in read:
+                    query, key = values
+                    if query.shape[1] is None or query.shape[1] != as_int(queries):
+                        values = Sides(graphs.standing_at(name, query, query_positions), key)
+                values = graphs.checked(name, given.get(name), values, read, sizes, checks)
+                bound[leaf][name] = values
     return Bound(query_positions, ops.arange(keys, dtype=dtype), bound, sizes)
+
+
+def as_sides(value: Any) -> Sides:
+    """Ids or flags at queries and keys, of a pair or of one tensor that serves both."""
+    if (pair := as_pair(value)) is not None:
+        return Sides(*(None if side is None else masks.as_mask_input(side) for side in pair))
+    return Sides(*[masks.as_mask_input(value)] * 2)
 
 
 def _as_wide(value: Any) -> Any:

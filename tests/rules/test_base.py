@@ -166,15 +166,6 @@ def test_a_nested_rule_that_can_never_apply_is_refused(inner):
     hm.PerHead({0: inner, 1: inner})  # head 1 obeys it
 
 
-def test_rules_by_head_are_replaced():
-    spec = hm.PerHead({0: A, "2-3": B}, default=C)
-    assert dataclasses.replace(spec, default=A) == hm.PerHead({0: A, "2-3": B}, default=A)
-    assert dataclasses.replace(spec, heads={1: C}) == hm.PerHead({1: C}, default=C)
-    assert hm.PerHead(hm.PerHead({}).heads) == hm.PerHead({})
-    with pytest.raises(ValueError, match="Head 0 has two rules"):
-        hm.PerHead((*spec.heads, (0, B)))
-
-
 @pytest.mark.parametrize(
     "spec",
     [

@@ -14,6 +14,7 @@ from typing import Any
 
 KINDS: dict[str, Any] = {}  # the class of each
 RECIPES: dict[str, str] = {}  # the call of each: {"causal": "hm.recipes.causal()"}
+_CALLS: dict[Any, str] = {}  # by class, by recipe, and by the names of ours
 _OURS = f"{__name__.partition('.')[0]}."
 
 
@@ -28,6 +29,9 @@ def register(kind: str, cls: Any) -> None:
             "Choose another name."
         )
     KINDS[kind] = cls
+    is_ours = cls.__module__.startswith(_OURS)
+    call = ("hm." if is_ours else "") + _call(cls)
+    _CALLS.update(dict.fromkeys((cls, kind, cls.__name__) if is_ours else (cls,), call))
 
 
 def _full_name(cls: type) -> str:
@@ -40,13 +44,10 @@ def is_registered(cls: Any) -> bool:
     return known is not None and _full_name(known) == _full_name(cls)
 
 
-def is_built_in(cls: Any) -> bool:
-    return cls.__module__.startswith(_OURS)
-
-
 def recipe(function: Callable) -> Callable:
     """Decorator: errors propose `function` to users who write its name as a text."""
-    RECIPES[function.__name__] = f"hm.recipes.{_call(function)}"
+    name = function.__name__
+    RECIPES[name] = _CALLS[name] = _CALLS[function] = f"hm.recipes.{_call(function)}"
     return function
 
 
@@ -63,15 +64,7 @@ def names_of_recipes() -> str:
 
 def call_of(value: Any) -> str | None:
     """The call that `value` stands for: a class, a recipe, or the name of one; else `None`."""
-    if isinstance(value, types.FunctionType):
-        return RECIPES.get(value.__name__)
-    if isinstance(value, str) and value in RECIPES:
-        return RECIPES[value]
-    for kind, cls in KINDS.items():
-        is_ours = is_built_in(cls)
-        if value is cls or (is_ours and isinstance(value, str) and value in (kind, cls.__name__)):
-            return ("hm." if is_ours else "") + _call(cls)
-    return None
+    return _CALLS.get(value) if isinstance(value, (type, types.FunctionType, str)) else None
 
 
 def names_heads(value: Any) -> bool:

@@ -110,7 +110,14 @@ class MaskSpec:
         return ()
 
     def with_children(self, children: Collection["MaskSpec"]) -> "MaskSpec":
-        """A spec of this kind with other children, in the order of `self.children`."""
+        """The same node with other children.
+
+        Args:
+            children: A spec in place of each one in `self.children`.
+
+        Returns:
+            A spec of this kind.
+        """
         return self
 
     def for_head(self, head: int) -> "MaskSpec":
@@ -130,9 +137,13 @@ class MaskSpec:
         either: Callable[[T, T], T],
         neither: Callable[[T], T],
     ) -> T:
-        """The answer of a spec without `PerHead`, made of the answers that `leaf` gives for leaves.
+        """The answer of a spec without `PerHead`, made of the answers of its leaves.
 
-        `both` joins two answers for `&`, `either` for `|`; `neither` negates one, for `~`.
+        Args:
+            leaf: Answers for a leaf.
+            both: Joins two answers for `&`.
+            either: Joins two answers for `|`.
+            neither: Negates an answer, for `~`.
         """
         if self.kind not in ("and", "or", "not"):
             return leaf(self)
@@ -237,9 +248,14 @@ token that `padding_mask` does not hide.
 
     @classmethod
     def from_fields(cls, fields: dict[str, Any], path: str = "") -> Any:
-        """The spec of this kind with these JSON fields: its config without the `kind`.
+        """The spec of this kind with these JSON fields.
 
-        `path` is where it stands in a larger config. Errors show it.
+        Args:
+            fields: The config without its `kind`.
+            path: Where it stands in a larger config, for errors.
+
+        Raises:
+            ValueError: for a field that is missing, unknown or not valid.
         """
         return config.build_dataclass(cls, fields, path)
 

@@ -125,7 +125,7 @@ class _Side(_Reader):
 
     @property
     def inputs(self) -> dict[str, InputType]:
-        dtype = "int32" if ids_of(self) else "bool"
+        dtype = "int32" if hasattr(self, "ids") else "bool"
         return {self.input: InputType(dtype=dtype, sides=frozenset({self._side}))}
 
     def _read(self, values: Tensor) -> Tensor:
@@ -272,7 +272,7 @@ def _is_one_of(ids: Tensor, wanted: list[int]) -> Tensor:
 
 def ids_of(leaf: MaskSpec) -> list[int]:
     """The ids that a leaf looks for: its fields that are tuples of numbers."""
-    fields = dataclasses.asdict(leaf).values()  # type: ignore[call-overload]
+    fields = [getattr(leaf, field.name) for field in dataclasses.fields(leaf)]  # type: ignore[arg-type]
     return [x for ids in fields if isinstance(ids, tuple) for x in ids if isinstance(x, int)]
 
 

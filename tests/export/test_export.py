@@ -45,15 +45,6 @@ def test_a_version_answers_as_the_model(version):
             assert_close(got[name], numpy(wanted), message=f"{name} {shape}", depth=3)
 
 
-def test_of_what_a_rule_hides_nothing_reaches_the_answer(version):
-    one = inputs_of_both(1, 12)
-    other = one | {"token_ids": one["token_ids"].copy()}
-    other["token_ids"][0, 0] ^= 1  # of the first sentence, which ends at 2
-    apart = abs(served(version[1], one)["sequence"] - served(version[1], other)["sequence"])[0]
-    assert apart[5:].max() == 0  # two windows of 2 reach from 0 to 4
-    assert apart[:3].max() > 1e-4
-
-
 def test_servers_get_an_error_for_an_input_of_another_rank(version):
     """They look at no shape, as `session.run` does, and another rank might broadcast."""
     import tensorflow as tf
@@ -86,27 +77,10 @@ def ours(dtype=None):
     return keras.Model(ids, x)
 
 
-def sequential():
-    attention = hm.PerHeadMaskedMultiHeadAttention(2, 4, mask_spec=hm.Window(1, 1), tiled=False)
-    ids = keras.Input((None,), dtype="int32", name="token_ids")
-    return keras.Sequential([ids, layers.Embedding(30, 8), attention])
-
-
 def lists():
     """More outputs than one digit numbers, in a list, of two inputs in a list."""
     a, b = (keras.Input((3,), name=name) for name in ("a", "b"))
     return keras.Model([b, a], [b * i - a for i in range(11)])
-
-
-def of_a_fixed_length():
-    inputs = {
-        "token_ids": keras.Input((6,), dtype="int32", name="token_ids"),
-        "padding_mask": keras.Input((6,), dtype="bool", name="padding_mask"),
-    }
-    attention = hm.PerHeadMaskedMultiHeadAttention(2, 4, mask_spec=hm.KeyFlag("padding_mask"))
-    x = layers.Embedding(30, 8)(inputs["token_ids"])
-    read = {"padding_mask": inputs["padding_mask"]}
-    return keras.Model(inputs, {"x": attention(x, mask_inputs=read)})
 
 
 def of_words():
@@ -120,10 +94,9 @@ IDS = tokens(2, 6)
 WORDS = np.array([["a", "ä"], ["b", "a"]])
 KINDS = {  # a model and what it is called on
     "functional": (ours, IDS),
-    "Sequential": (sequential, IDS),
     "half precision": (lambda: ours("mixed_bfloat16"), IDS),
     "lists": (lists, [np.ones((2, 3), "float32"), np.full((2, 3), 2.0, "float32")]),
-    "a fixed length": (of_a_fixed_length, {"padding_mask": IDS < 20, "token_ids": IDS}),
+    "a fixed length": (lambda: both(length=6), inputs_of_both(2, 6)),
     "text": (of_words, WORDS),
 }
 

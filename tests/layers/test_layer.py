@@ -5,14 +5,16 @@ from dataclasses import dataclass
 import keras
 import numpy as np
 import pytest
-from contract import MULTI_HEAD, by_hand, normal, numpy
+from contract import MULTI_HEAD, by_hand, normal, numpy, random_biases
 from keras import ops
 from keras_versions import needs
-from tiled_contract import close, tiles
+from oracle import mask as mask_by_loops
+from tiled_contract import ALWAYS, close, tiles
 from tolerance import assert_close
 
 import keras_headmask as hm
 from keras_headmask import _keras
+from keras_headmask.attention.tuning import tuned
 
 Layer = hm.PerHeadMaskedMultiHeadAttention
 
@@ -79,22 +81,15 @@ def test_explicit_keras_masks_count_for_query_value_and_key(kind):
 
 
 def test_one_tensor_feeds_two_layers_and_keeps_its_mask(kind):
-    first, second = kind.built(2), kind.built(2)
-    x = with_mask(normal(3, 5, 8), PADDED)
-    _, a = first(x, x, return_attention_scores=True)
-    _, b = second(x, x, return_attention_scores=True)
-    for scores in (a, b):
-        assert (numpy(scores)[:, :, :, 4][:2] == 0).all()
-    np.testing.assert_array_equal(numpy(keras_mask(x)), PADDED)
-
-
-def test_one_tensor_alone_is_self_attention_with_its_mask(kind):
-    layer = kind.built(2)
-    x = normal(3, 5, 8)
-    alone, pair = layer(with_mask(x, PADDED)), layer(with_mask(x, PADDED), with_mask(x, PADDED))
-    np.testing.assert_array_equal(numpy(alone), numpy(pair))
-    check(layer, [alone], PAIRS, x)
-    np.testing.assert_array_equal(numpy(keras_mask(alone)), PADDED)
+    """And alone it is self-attention, with its mask."""
+    layers, x = (kind.built(2), kind.built(2)), normal(3, 5, 8)
+    masked = with_mask(x, PADDED)
+    for layer in layers:
+        alone, pair = layer(masked), layer(masked, masked)
+        check(layer, [alone], PAIRS, x)
+        np.testing.assert_array_equal(numpy(alone), numpy(pair))
+        np.testing.assert_array_equal(numpy(keras_mask(alone)), PADDED)
+    np.testing.assert_array_equal(numpy(keras_mask(masked)), PADDED)
 
 
 def test_ids_255_and_256_stay_apart_under_bfloat16(kind):
@@ -223,6 +218,7 @@ BAD_WINDOW = {"kind": "per_head", "heads": {"0": {"kind": "window", "before": "1
         (ValueError, r"`value_mask` must .*\(2, 5\).*\(2, 4\)", {"value_mask": ones(2, 4)}),
         (ValueError, r"`query_mask` must have shape.*\(3, 5\)", {"query_mask": ones(3, 5)}),
         (ValueError, r"`key_mask` must .*an `attention_mask`", {"key_mask": ones(2, 1, 5)}),
+        (ValueError, "9 keys where the attention has 5", {"attention_mask": ones(2, 5, 9)}),
         *(
             (ValueError, "`attention_bias` must broadcast", {"attention_bias": ones(*shape) * 1.0})
             for shape in ((2, 3, 5, 5), (1, 2, 4, 5, 5))
@@ -255,39 +251,20 @@ def test_rules_need_one_axis_of_queries():
         Layer(2, 4, attention_axes=(1,), mask_spec=hm.Window(1, 1))(x)
 
 
-# XLA on the CPU has no float16 dot, and JAX no float64 unless the whole process has.
-PRECISIONS = {"float64", "mixed_bfloat16", "mixed_float16"}
-PRECISIONS -= {"float64", "mixed_float16"} if keras.backend.backend() == "jax" else set()
-
-
-@pytest.mark.parametrize("dtype", sorted(PRECISIONS))
-@pytest.mark.parametrize("dropout", [0.0, 0.3])
-def test_precisions_with_and_without_scores_and_with_idle_dropout(kind, dtype, dropout):
-    layer = kind.built(3, dtype=dtype, dropout=dropout, mask_spec=hm.PerHead({1: hm.Window(1, 0)}))
-    x = normal(2, 5, 8)
-    i = np.arange(5)
-    mask = np.ones((3, 5, 5), bool)
-    mask[1] = (i - i[:, None] >= -1) & (i <= i[:, None])
-    expected, probabilities = by_hand(layer, x, mask=mask[None])
-    y, scores = layer(x, return_attention_scores=True)
-    assert keras.backend.standardize_dtype(y.dtype) == layer.compute_dtype
-    assert keras.backend.standardize_dtype(scores.dtype) == layer.compute_dtype
-    stock = kind.stock(**kind.sizes(3, 4), dtype=dtype)
-    stock.build(x.shape, x.shape)
-    stock.set_weights(layer.get_weights())
-    of_stock = map(numpy, stock(x, x, attention_mask=mask[None], return_attention_scores=True))
-    made = (expected, probabilities), of_stock, (y, scores), (layer(x), scores)
-    for wanted, beside, *each in zip(*made, strict=True):
-        for got in each:
-            assert_close(numpy(got), wanted, dtype, stock=beside)
-
-
 def test_the_argument_is_saved_only_where_set(kind):
+    """`tiled`, and all else that a config holds."""
     assert "tiled" not in kind.layer(4, 4).get_config()
+    rules = {0: hm.SameSegment("ids"), "1-2": ~hm.Window(1, 1)}
+    more = {"mask_spec": hm.PerHead(rules, default=hm.Chunk(2)), "dtype": "mixed_bfloat16"}
     for tiled in (True, False):
-        saved = keras.saving.serialize_keras_object(kind.layer(4, 4, tiled=tiled))
+        layer = kind.layer(3, 4, dropout=0.1, flash_attention=False, tiled=tiled, **more)
+        saved = keras.saving.serialize_keras_object(layer)
         again = keras.saving.deserialize_keras_object(saved)
+        assert again.get_config() == layer.get_config()
+        assert again.mask_spec == layer.mask_spec
         assert again.get_config()["tiled"] is saved["config"]["tiled"] is tiled
+        assert saved["config"]["flash_attention"] is False
+        assert layer.get_config()["mask_spec"] == layer.mask_spec.get_config()  # permanent kinds
     with pytest.raises(TypeError, match=r"`tiled` must be True, False or None\. Received: "):
         kind.layer(4, 4, tiled=2)
 
@@ -310,3 +287,45 @@ def test_a_keras_mask_of_length_1_serves_all_positions(name, batch):
         tiled = layer(x, **{name: mask})
     with hm.dense_scope():
         close(tiled, layer(x, **{name: mask}))
+
+
+# --- attention_bias ------------------------------------------------------------------------------
+
+HEADS, LENGTH = 4, 11
+RULE = hm.PerHead({1: hm.Chunk(4)}, hm.Window(3, 2))
+X, BIAS = normal(2, LENGTH, 8), normal(HEADS, 1, LENGTH, seed=3)
+
+
+def by_formula(layer, bias, rule=RULE):
+    mask = mask_by_loops(rule, len(X), HEADS, LENGTH, LENGTH)
+    return by_hand(layer, X, mask=mask, bias=bias)
+
+
+@pytest.mark.parametrize("tiled", [None, True])
+def test_a_bias_counts_for_outputs_and_probabilities(kind, tiled):
+    layer, free = (kind.built(HEADS, mask_spec=rule, tiled=tiled) for rule in (RULE, None))
+    wanted, probabilities = by_formula(layer, BIAS)
+    with tuned(**ALWAYS, local_tile=3, block=2):
+        assert_close(numpy(layer(X, attention_bias=BIAS)), wanted, depth=3)
+    output, made = layer(X, attention_bias=BIAS, return_attention_scores=True)
+    assert_close(numpy(output), wanted, depth=3)
+    assert_close(numpy(made), probabilities, depth=3)
+    wanted = by_formula(free, BIAS, hm.Full())[0]
+    assert_close(numpy(free(X, attention_bias=BIAS)), wanted, depth=3)
+
+
+def test_a_bias_in_a_file_for_who_looks_and_under_a_second_rule(kind, tmp_path):
+    """The last two go by the hook of Keras."""
+    x, bias = keras.Input((None, 8), name="x"), keras.Input((1, 1, None), name="bias")
+    layer = kind.layer(HEADS, 4, mask_spec=RULE)
+    model = keras.Model({"x": x, "bias": bias}, {"y": layer(x, attention_bias=bias)})
+    random_biases(layer)
+    data = {"x": X, "bias": normal(2, 1, 1, LENGTH)}
+    wanted, probabilities = by_formula(layer, data["bias"])
+    model.save(tmp_path / "model.keras")
+    loaded = keras.saving.load_model(tmp_path / "model.keras")
+    assert_close(numpy(loaded(data)["y"]), wanted, depth=3)
+    assert_close(hm.attention_probabilities(model, data)[layer.name], probabilities, depth=3)
+    both = hm.apply_head_masks(model, hm.Window(1, 9), existing="and")
+    wanted, _ = by_formula(layer, data["bias"], RULE & hm.Window(1, 9))
+    assert_close(numpy(both(data)["y"]), wanted, depth=3)

@@ -1,4 +1,4 @@
-"""Equal to stock Keras without a rule, and to PyTorch with a mask per head."""
+"""Equal to stock Keras without a rule. (`examples/from_pytorch.py` has PyTorch, with masks.)"""
 
 import inspect
 
@@ -12,8 +12,9 @@ from tolerance import assert_close
 import keras_headmask as hm
 from keras_headmask import _keras
 
-Ours = hm.PerHeadMaskedMultiHeadAttention
-
+# XLA on the CPU has no float16 dot; in float64 JAX is float32, and so is stock on PyTorch in part.
+PRECISIONS = {"jax": ["mixed_bfloat16"], "torch": ["mixed_bfloat16", "mixed_float16"]}
+PRECISIONS = PRECISIONS.get(keras.backend.backend(), ["mixed_bfloat16", "mixed_float16", "float64"])
 ARGUMENTS = {
     "defaults": {},
     "value_dim": {"value_dim": 5},
@@ -21,6 +22,7 @@ ARGUMENTS = {
     "gate, no bias": {"use_gate": True, "use_bias": False},
     "window": {"sliding_window": 2},
     "dropout": {"dropout": 0.4, "seed": 7},
+    **{dtype: {"dtype": dtype} for dtype in PRECISIONS},
     "initializers": {
         "kernel_initializer": "ones",
         "bias_initializer": "ones",
@@ -32,7 +34,7 @@ CASES = {
     f"{kind}, {name}": (kind, arguments)
     for kind in (MULTI_HEAD, GROUPED)
     for name, arguments in ARGUMENTS.items()
-    if arguments.keys() <= inspect.signature(kind.stock).parameters.keys()
+    if arguments.keys() - {"dtype"} <= inspect.signature(kind.stock).parameters.keys()
 }
 with_arguments = pytest.mark.parametrize(("kind", "arguments"), CASES.values(), ids=CASES.keys())
 
@@ -42,13 +44,7 @@ with_arguments = pytest.mark.parametrize(("kind", "arguments"), CASES.values(), 
 def test_outputs_and_scores(kind, arguments, spec):
     if "value_dim" in arguments and keras.backend.backend() == "jax":
         pytest.skip("stock Keras fails on JAX when values and keys differ in size")
-    ours, stock = kind.twins(**arguments)
-    if spec is not None:
-        config = ours.get_config() | {"mask_spec": spec}
-        with_rule = kind.ours.from_config(config)
-        with_rule.build((None, None, 8), (None, None, 8))
-        with_rule.set_weights(ours.get_weights())
-        ours = with_rule
+    ours, stock = kind.twins(mask_spec=spec, **arguments)
     q, v = normal(2, 4, 8), normal(2, 6, 8, seed=1)
     mask = np.random.default_rng(0).random((2, 4, 6)) < 0.7
     mask[..., 0] = mask[:, :, 0] | ~mask.any(-1)  # stock averages rows with no allowed key
@@ -61,7 +57,8 @@ def test_outputs_and_scores(kind, arguments, spec):
         got, wanted = ours(q, v, **call), stock(q, v, **call)
         got, wanted = (x if isinstance(x, tuple) else (x,) for x in (got, wanted))
         for a, b in zip(got, wanted, strict=True):
-            assert_close(numpy(a), numpy(b), message=str(call))
+            assert a.dtype == b.dtype
+            assert_close(numpy(a), numpy(b), ours.dtype_policy.name, message=str(call))
 
 
 @with_arguments
@@ -83,19 +80,6 @@ def test_constructor_takes_what_stock_takes_in_the_same_order(kind):
     of_heads = (2, 4, None, 0.0, True, None, None, None, False)
     by_place = kind.ours(*(of_heads if kind is MULTI_HEAD else (4, 4, 2, 0.0, True, None, False)))
     assert by_place.get_config()["flash_attention"] is False
-
-
-def test_config_round_trip_keeps_everything(kind):
-    spec = hm.PerHead({0: hm.SameSegment("ids"), "1-2": ~hm.Window(1, 1)}, default=hm.Chunk(2))
-    more = {"dropout": 0.1, "flash_attention": False, "dtype": "mixed_bfloat16"}
-    layer = kind.layer(3, 4, mask_spec=spec, **more)
-    again = kind.ours.from_config(layer.get_config())
-    assert again.get_config() == layer.get_config()
-    assert again.mask_spec == spec
-    assert layer.get_config()["mask_spec"] == spec.get_config()  # in its permanent kinds
-    assert layer.get_config()["flash_attention"] is False
-    again = keras.saving.deserialize_keras_object(keras.saving.serialize_keras_object(layer))
-    assert again.mask_spec == spec
 
 
 def test_ours_and_stock_share_a_file(kind, tmp_path):
@@ -137,53 +121,3 @@ def test_dropout_is_seeded_as_in_stock(kind):
     for a, b in zip(got, wanted, strict=True):
         assert_close(numpy(a), numpy(b))
     assert not np.allclose(numpy(got[0]), numpy(ours(x, x)), atol=1e-3)
-
-
-@pytest.mark.parametrize("key_heads", [1, 2, 3, 6])
-@pytest.mark.parametrize("tiled", [True, False])
-def test_grouped_is_multi_head_with_repeated_weights_of_keys(key_heads, tiled):
-    """Query head h reads key head h // (H / Hk), by its own rule."""
-    rules = {0: hm.Window(1, 0), 3: hm.SameSegment("ids"), 4: hm.Window(1, 0)}
-    more = {"mask_spec": hm.PerHead(rules, hm.Window(2, 2)), "tiled": tiled}
-    more |= {"use_gate": True} if "use_gate" in HAS else {}
-    grouped = hm.PerHeadMaskedGroupedQueryAttention(4, 6, key_heads, **more)
-    every = Ours(6, 4, **more)
-    x, ids = normal(2, 9, 8), np.sort(np.random.default_rng(0).integers(0, 4, (2, 9)))
-    for layer in (grouped, every):
-        layer.build(x.shape, x.shape)
-    random_biases(grouped)
-    for one, other in zip(grouped.weights, every.weights, strict=True):
-        *_, projection, _ = one.path.split("/")
-        repeats = 6 // key_heads if projection in ("key", "value") else 1
-        other.assign(np.repeat(numpy(one), repeats, axis=-2) if repeats > 1 else one)
-    given = {"mask_inputs": {"ids": ids}, "use_causal_mask": True}
-    assert_close(numpy(grouped(x, **given)), numpy(every(x, **given)), depth=3)
-
-
-def test_torch_multihead_attention_with_a_mask_per_head():
-    torch = pytest.importorskip("torch")
-    batch, heads, queries, keys, dim = 2, 4, 5, 7, 16
-    theirs = torch.nn.MultiheadAttention(dim, heads, batch_first=True)
-    rng = np.random.default_rng(0)
-    hides = rng.random((batch * heads, queries, keys)) < 0.5
-    hides[..., 0] &= ~hides.all(-1)  # torch gives NaN where a row sees nothing
-    q, kv = normal(batch, queries, dim), normal(batch, keys, dim, seed=1)
-    with torch.no_grad():
-        theirs.in_proj_bias.normal_()
-        theirs.out_proj.bias.normal_()
-        wanted, wanted_scores = theirs(
-            *(torch.from_numpy(a) for a in (q, kv, kv)),
-            attn_mask=torch.from_numpy(hides),
-            average_attn_weights=False,
-        )
-    ours = Ours(heads, dim // heads)
-    ours.build(q.shape, kv.shape)
-    kernels = theirs.in_proj_weight.detach().numpy().reshape(3, heads, dim // heads, dim)
-    biases = theirs.in_proj_bias.detach().numpy().reshape(3, heads, dim // heads)
-    weights = [w for pair in zip(kernels.transpose(0, 3, 1, 2), biases, strict=True) for w in pair]
-    out = theirs.out_proj.weight.detach().numpy().T.reshape(heads, dim // heads, dim)
-    ours.set_weights([*weights, out, theirs.out_proj.bias.detach().numpy()])
-    mask = hm.from_torch(hides, num_heads=heads)
-    got, scores = ours(q, kv, attention_mask=mask, return_attention_scores=True)
-    assert_close(numpy(got), wanted.numpy(), depth=6)
-    assert_close(numpy(scores), wanted_scores.numpy())

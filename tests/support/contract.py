@@ -34,10 +34,10 @@ class Kind:
         random_biases(layer)
         return layer
 
-    def twins(self, num_heads=3, dim=8, size=4, **arguments):
-        """Ours and stock with the same weights."""
-        sizes = self.sizes(num_heads, size)
-        ours, stock = (c(**sizes, name="attention", **arguments) for c in (self.ours, self.stock))
+    def twins(self, num_heads=3, dim=8, size=4, mask_spec=None, **arguments):
+        """Ours, under a rule if there is one, and stock with the same weights."""
+        arguments |= self.sizes(num_heads, size) | {"name": "attention"}
+        ours, stock = self.ours(mask_spec=mask_spec, **arguments), self.stock(**arguments)
         for layer in (ours, stock):
             layer.build((None, None, dim), (None, None, dim))
         random_biases(stock)

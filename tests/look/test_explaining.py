@@ -20,10 +20,7 @@ def test_a_rule_at_given_sizes():
     assert str(found) == f"{TILES} ({file}), {found.share:.1%} of the pairs"
     few = hm.explain(hm.Window(31, 0), queries=64)
     assert (few.kernel, few.share) == (ALL, 1.0)
-    mixed = hm.explain(RULE, queries=2048, batch=4, num_heads=4)
-    assert (mixed.kernel, mixed.share < 1) == (ALL, BACKEND == "tensorflow")
-    crossed = hm.explain(hm.SameSegment("ids") & hm.MaskInput("m"), queries=8, keys=6)
-    assert crossed.share == 1
+    assert hm.explain(hm.SameSegment("ids") & hm.MaskInput("m"), queries=8, keys=6).share == 1
     with hm.dense_scope():
         assert hm.explain(hm.Window(31, 0), queries=1024).kernel == "dense"
 

@@ -1,4 +1,4 @@
-"""Rules and attention as figures: what the figures hold, not their pixels."""
+"""Rules and attention as figures, and in notebooks: what the figures hold, not their pixels."""
 
 import dataclasses
 import gc
@@ -72,24 +72,24 @@ def test_tokens_name_queries_and_keys():
         assert not any(text.get_parse_math() for text in ax.get_xticklabels())
 
 
-@once
-@pytest.mark.parametrize(("count", "stands"), [(9, 0), (60, 90)])
-def test_short_names_of_keys_stand_upright_where_they_fit(count, stands):
-    """On end, a 9 reads as a 6."""
-    figure = hm.plot(hm.PerHead({0: CAUSAL}), tokens=["WW", *["9"] * count])
-    labels = [label for ax in figure.axes for label in ax.get_xticklabels()]
-    assert {label.get_rotation() for label in labels} == {stands}
-    assert_apart(figure)
+LONG = [f"token_with_a_name_{i}" for i in range(60)]
 
 
 @once
-@pytest.mark.parametrize(("count", "length"), [(1, 4), (2, 60), (5, 24), (16, 60)])
-def test_nothing_overlaps(count, length):
-    """Labels keep apart from each other and from all else, whatever the number of heads."""
-    names = [f"token_with_a_name_{i}" for i in range(length)]
-    odd = hm.PerHead({tuple(range(1, 31, 2)): hm.Window(1, 1)})  # of names too long for a title
+@pytest.mark.parametrize(
+    ("count", "names", "rotation"), [(1, ["WW", *"9" * 9], 0), (2, LONG, 90), (16, LONG, 90)]
+)
+def test_nothing_overlaps(count, names, rotation):
+    """Labels keep apart from each other and from all else, whatever the number of heads.
+
+    Short names of keys stand upright where they fit: on end, a 9 reads as a 6.
+    """
     spec = hm.PerHead({i: hm.Window(i, 0) for i in range(count - 1)})
-    assert_apart(hm.plot(spec, num_heads=count, tokens=names))
+    figure = hm.plot(spec, num_heads=count, tokens=names)
+    labels = [label for ax in figure.axes for label in ax.get_xticklabels()]
+    assert {label.get_rotation() for label in labels} == {rotation}
+    assert_apart(figure)
+    odd = hm.PerHead({tuple(range(1, 31, 2)): hm.Window(1, 1)})  # of names too long for a title
     assert_apart(hm.plot(spec & odd, num_heads=32, tokens=names))
 
 
@@ -212,21 +212,6 @@ def test_without_a_mask_none_is_spoken_of():
     assert padded.get_suptitle().endswith("outside the mask: 0 pairs")
 
 
-@once
-def test_a_long_layer_with_a_rule_of_its_own_under_another():
-    x = keras.Input((None, 8))
-    layer = hm.PerHeadMaskedMultiHeadAttention(2, 4, mask_spec=hm.PerHead({1: SELF}))
-    model = keras.Model(x, layer(x, use_causal_mask=True))
-    masked = hm.apply_head_masks(model, hm.Window(before=8), existing="and")
-    given = np.random.default_rng(0).normal(size=(1, 140, 8)).astype("float32")
-    figure = hm.plot_attention(masked, given)
-    probabilities, allowed = drawn_attention(figure, 2)
-    band = np.tri(35) - np.tri(35, k=-3)  # in tiles of 4 x 4
-    np.testing.assert_array_equal(allowed, [np.eye(35, dtype=bool), band > 0][::-1])
-    assert_close(np.diagonal(probabilities[1]), 1)
-    assert figure.axes[-1].get_ylabel() == "largest probability of a tile"
-
-
 def test_rematerialised_layers():
     """JAX runs them on tracers."""
     with keras.RematScope(mode="full"):
@@ -252,3 +237,53 @@ def test_refused(arguments, error, message):
     arguments = {"model": stack(2), "inputs": TOKENS} | arguments
     with pytest.raises(error, match=message):
         hm.plot_attention(**arguments)
+
+
+# --- In a notebook -------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def shown(monkeypatch):
+    """The figures that values show of themselves."""
+    from keras_headmask.look import figures
+
+    seen = []
+    make = figures.figure_of
+    monkeypatch.setattr(figures, "figure_of", lambda *a: seen.append(make(*a)) or seen[-1])
+    return seen
+
+
+@once
+def test_a_spec_shows_itself(shown):
+    html = hm.PerHead({0: hm.SameSegment("<ids>"), 1: hm.Window(100, 0)})._repr_html_()
+    assert "its own id in `&lt;ids&gt;`" in html
+    assert "<ids>" not in html
+    assert shown == []  # what positions do not decide
+    html = hm.PerHead({2: hm.Window(100, 0)}, default=CAUSAL)._repr_html_()
+    assert html.count('<img alt="PerHead({2:') == 1
+    assert "All other heads: itself and every token" in html
+    assert titles(shown[0]) == ["head 2", "all other heads"]
+    assert shown[0].get_suptitle() == "over 202 positions"  # so that the window is seen
+    hm.Chunk(3)._repr_html_()
+    expected = mask_by_loops(hm.Chunk(3), 1, 1, 12, 12, {})[0, 0]
+    np.testing.assert_array_equal(shown[1].axes[0].images[0].get_array(), 2 * expected)
+
+
+@once
+def test_a_masked_model_shows_itself(shown):
+    rules = {"0-1": hm.PerHead({2: SELF}), "2": hm.SameSentence(9)}
+    html = hm.apply_head_masks(stack(3), rules)._repr_html_()
+    said = "Head 2: a token sees itself alone.\nHeads 0, 1 and 3: every token."
+    places = [html.index(x) for x in ("block_0/", "block_1/", said, "block_2/")]
+    assert places == sorted(places)
+    assert [titles(figure) for figure in shown] == [["head 2", "heads 0-1, 3"]]
+
+
+@once
+def test_showing_never_raises(monkeypatch):
+    from keras_headmask.look import notebook
+
+    monkeypatch.delattr(notebook, "grid_of")
+    assert CAUSAL._repr_html_() is None  # IPython then prints its repr
+    masked = hm.apply_head_masks(stack(1), CAUSAL, ignore="block")
+    assert "<pre>Window(after=0)</pre>" in masked._repr_html_()

@@ -12,7 +12,7 @@ from keras import layers, ops
 from small_models import TOKENS, one_layer, stack
 
 import keras_headmask as hm
-from keras_headmask.heads.leaks import difference, find_leaks, scales
+from keras_headmask.heads.leaks import find_leaks
 from keras_headmask.heads.testing import assert_no_leaks
 
 CAUSAL = hm.recipes.causal()
@@ -271,19 +271,6 @@ def test_floats_stay_what_their_columns_may_be():
     assert find_leaks(lambda x: one_behind(read(x)), values, CAUSAL)
 
 
-@pytest.mark.parametrize("as_heads", [True, False])
-def test_padding_read_as_heads(as_heads):
-    ids = keras.Input((7,), name="token_ids")  # whole numbers as floats are ids
-    padding = keras.Input((7,), dtype="int32", name="padding_mask")
-    x = layers.Embedding(12, 8)(ids)
-    mask = padding[None, :, None, :] if as_heads else padding[:, None, None, :]
-    y = layers.BatchNormalization()(layers.MultiHeadAttention(2, 3)(x, x, attention_mask=mask))
-    model = keras.Model([ids, padding], y)
-    inputs = {"token_ids": IDS.astype("float32"), "padding_mask": (TOKENS != 0).astype("int32")}
-    report = find_leaks(model, inputs, hm.Full())
-    assert report if as_heads else is_sealed(report)
-
-
 def test_masks_that_keras_makes():
     """Ids that say what padding is are not changed there. The mask is lost by `+`."""
     given = {"words": TOKENS, "token_ids": np.where(IDS > 6, 0, IDS)}
@@ -321,6 +308,10 @@ def test_sealed_models_pass(spec, data):
     assert report.tried == report.pairs or spec.inputs
 
 
+MASSIVE = np.zeros((6, 8), "float32")  # two features of the first token, as pretrained models have
+MASSIVE[0, :2] = 1e4
+
+
 @pytest.mark.parametrize(
     "scaled",
     [
@@ -328,27 +319,14 @@ def test_sealed_models_pass(spec, data):
         lambda x: np.concatenate([x, 0 * x[..., :1] - 1e9], -1),
         lambda x: np.exp(x @ CLASSES) / np.exp(x @ CLASSES).sum(-1, keepdims=True),
         lambda x: x * np.array([1e6, 1, 1, 1, 1, 1], "float32")[:, None],
+        lambda x: 1e-2 * x + MASSIVE,
     ],
-    ids=["small", "beside a large feature", "of many classes", "beside a large row"],
+    ids=["small", "large feature", "many classes", "large row", "massive activation"],
 )
 def test_a_change_is_compared_with_what_its_feature_has(scaled):
     report = find_leaks(lambda x: scaled(attend(x, True)), FLOATS, CAUSAL)
     assert len(report.leaks) == report.pairs
     assert not find_leaks(lambda x: scaled(causal(x)), FLOATS, CAUSAL)
-
-
-def test_a_leak_beside_a_massive_activation():
-    """Two features of the first token, as in many pretrained models; what leaks is 1e-2 of all."""
-    massive = np.zeros((6, 8), "float32")
-    massive[0, :2] = 1e4
-
-    def leaking(x):
-        return x + massive + 1e-2 * x.sum(1, keepdims=True) * np.eye(8, dtype="float32")[0]
-
-    report = find_leaks(leaking, FLOATS, hm.Window(0, 0))
-    rows = {(x.output_position, x.position) for x in report.leaks}
-    assert rows >= {(i, j) for i in range(1, 6) for j in range(6) if i != j}
-    assert not find_leaks(lambda x: x + massive, FLOATS, hm.Window(0, 0))
 
 
 def test_a_leak_just_above_the_tolerance():
@@ -359,21 +337,6 @@ def test_a_leak_just_above_the_tolerance():
     assert find_leaks(leaking, x, CAUSAL)
     assert not find_leaks(leaking, x, CAUSAL, tolerance=1e-2)
     assert find_leaks(lambda x: one_behind(1e-9 * x), FLOATS * 0 + 1e9, CAUSAL)  # noise is as large
-
-
-@pytest.mark.parametrize("is_relu", [False, True])
-@pytest.mark.parametrize("features", [1, 8])
-def test_rounding_is_no_leak(features, is_relu):
-    """A number near 0 is a sum of larger ones: it is rounded as these are."""
-    before = np.random.default_rng(0).normal(size=(2, 500, features))
-    before = np.maximum(before, 0) if is_relu else before
-    large = np.where(np.arange(500) == 7, 1e4, 1)[:, None]  # one row, and its rounding
-    before *= large
-    limit = 1e-5 * scales(before)
-    after = before + 3e-7 * large * np.random.default_rng(1).normal(size=before.shape)
-    assert not difference(before, after, limit).any()
-    after[0, 3, 0] += 1e-3
-    assert np.argwhere(difference(before, after, limit)).tolist() == [[0, 3]]
 
 
 def random(x):

@@ -208,13 +208,6 @@ def test_roles_of_heads_made_by_rules():
     assert 6 not in report.roles(0.0)["attention"]
 
 
-def test_no_head_is_local_where_all_texts_are_short():
-    report = measure_heads(one_layer(), TOKENS, END)
-    assert_close(report.scores["local"], np.ones((1, 4)))
-    assert "local" not in str(report.roles(0.0))
-    assert str(report.roles(1.0)) == "No head has a role."
-
-
 def test_a_layer_with_fewer_heads_is_padded_with_nan():
     report = measure_heads(of_ids(own_attention(2, "narrow"), own_attention(3, "wide")), LONG)
     assert report.heads == (2, 3)
@@ -261,7 +254,7 @@ TWO_MASKS = functools.partial(two_inputs, "a_padding_mask", "b_padding_mask")
 CAST = r'`token_ids` must be integer or boolean. Received dtype float32.*dtype="int32"'
 
 
-UNSEEN = [  # as probabilities, too
+UNSEEN = [
     (lambda: of_ids(of_no_rule), LONG, {}, ValueError, "whose masks are out of reach"),
     (lambda: of_ids(Block(name="known"), of_no_rule), LONG, {}, ValueError, "name the others in"),
     (lambda: of_ids(layers.Dense(2)), LONG, {}, ValueError, "The model holds no self-attention"),
@@ -293,7 +286,7 @@ UNMEASURED = [
     ("function", "model", "inputs", "more", "error", "message"),
     [
         *((attention_probabilities, *row) for row in UNSEEN),
-        *((measure_heads, *row) for row in UNSEEN + UNMEASURED),
+        *((measure_heads, *row) for row in UNMEASURED),
     ],
 )
 def test_what_is_refused(function, model, inputs, more, error, message):

@@ -1,7 +1,5 @@
 """Steps of a cached decoder equal its whole forward; planted faults are named."""
 
-import re
-
 import keras
 import numpy as np
 import pytest
@@ -39,16 +37,10 @@ def test_steps_of_a_cache(prompt):
 
 
 def test_a_cache_that_forgets_is_named():
-    with pytest.raises(AssertionError) as raised:
-        assert_steps_equal(lambda x, cache: step(x, cache, window=2), whole, X)
-    named = re.fullmatch(
-        r"The step on positions 3 to 3 differs from the whole forward: by (.*) in the output "
-        r"'output' of example ([01]) at position 3\.",
-        str(raised.value),
-    )
     off = np.abs(attend(X[:, 3:4], X[:, 1:4], 2) - whole(X)[:, 3:4]).max((1, 2))
-    assert named[1] == f"{off.max():.2g}"
-    assert int(named[2]) == off.argmax()
+    words = rf"3 to 3 differs .* by {off.max():.2g} in .* 'output' of example {off.argmax()} at pos"
+    with pytest.raises(AssertionError, match=words):
+        assert_steps_equal(lambda x, cache: step(x, cache, window=2), whole, X)
 
 
 def test_a_prompt_whose_first_query_sees_nothing_is_named():

@@ -1,4 +1,4 @@
-"""Which kernel computes a request, what is logged, and that masks that do not fit are refused."""
+"""Which kernel computes a request, and what is logged."""
 
 from unittest import mock
 
@@ -6,10 +6,9 @@ import keras
 import numpy as np
 import pytest
 from contract import by_hand, normal, numpy, random_biases
-from fresh import run_fresh
 from keras import layers, ops
 from oracle import mask as mask_by_loops
-from tiled_contract import ALWAYS, operands
+from tiled_contract import ALWAYS
 from tolerance import assert_close
 
 import keras_headmask as hm
@@ -51,19 +50,11 @@ def test_the_page_says_which_kernel_computes_a_request(name):
     assert kernel_of(**request) == kernels[keras.backend.backend() != "tensorflow"]
 
 
-@pytest.mark.parametrize(
-    ("more", "reason"),
-    [({"return_scores": True}, "returned probabilities"), ({"query_offset": 3}, "outside")],
-)
-def test_tiles_that_are_not_possible_are_refused(more, reason):
-    if "query_offset" in more and keras.backend.backend() == "tensorflow":
-        pytest.skip("its loop takes any offset")
-    x, more = (
-        np.ones((1, 9, 2, 4), "float32"),
-        {k: ops.convert_to_tensor(v) for k, v in more.items()},
-    )
-    with pytest.raises(ValueError, match=f"`tiled=True` is not possible here: {reason}"):
-        hm.dot_product_attention(x, x, x, mask_spec=NEAR, tiled=True, **more)
+@pytest.mark.skipif(keras.backend.backend() == "tensorflow", reason="its loop takes any offset")
+def test_tiles_under_an_offset_that_is_not_known_are_refused():
+    x, offset = np.ones((1, 9, 2, 4), "float32"), ops.convert_to_tensor(3)
+    with pytest.raises(ValueError, match="`tiled=True` is not possible here: outside"):
+        hm.dot_product_attention(x, x, x, mask_spec=NEAR, tiled=True, query_offset=offset)
 
 
 def kernel_of(queries=512, keys=512, key_heads=4, dtype="float32", how="plain", **rest):
@@ -118,79 +109,20 @@ def test_the_choice_is_logged(caplog):
     assert said in [record.getMessage() for record in caplog.records]
 
 
-STDERR = """
-import os, re, sys, tempfile
-os.environ.pop("TF_CPP_MIN_LOG_LEVEL", None)
-os.environ["TF_ENABLE_ONEDNN_OPTS"] = "1"
-import keras, numpy as np
-import keras_headmask as hm
-
-def kinds_of_lines(model):
-    model.compile("sgd", "mse")
-    with tempfile.TemporaryFile() as file:
-        kept = os.dup(2)
-        os.dup2(file.fileno(), 2)
-        for length in (5, 9):  # the second compiles for any length
-            given = np.arange(2 * length).reshape(2, length) % 9
-            more = [np.ones((2, length, 8))] if sys.argv[1] == "fit" else []
-            getattr(model, sys.argv[1])(given, *more, verbose=0)
-        os.dup2(kept, 2)
-        file.seek(0)
-        lines = file.read().decode().splitlines()
-    return {re.sub(r"[0-9]+", "0", re.sub(r"^[EIW][0-9]{4} [0-9:. ]+", "", x)) for x in lines}
-
-ids = keras.Input((None,), dtype="int32", name="ids")
-x = keras.layers.Embedding(9, 8, mask_zero=True)(ids)
-stock = keras.Model(ids, keras.layers.MultiHeadAttention(2, 4)(x, x))
-model = hm.apply_head_masks(stock, hm.PerHead({0: hm.SameSegment("ids")}, hm.Window(3, 3)))
-if sys.argv[1] == "fit":
-    layer = hm.PerHeadMaskedMultiHeadAttention  # without a rule it obeys padding
-    model = keras.Model(ids, layer(2, 4)(layer(2, 4, mask_spec=hm.Window(3, 3))(x, x), x))
-of_stock = kinds_of_lines(stock)
-more = kinds_of_lines(model) - of_stock
-assert not more, more
-"""
+# ---------------------------------------------------------------- a causal flag
 
 
-@pytest.mark.tensorflow
-@pytest.mark.parametrize("called", [pytest.param("predict", marks=pytest.mark.long), "fit"])
-def test_nothing_is_logged_that_stock_layers_do_not_log(called):
-    """By TensorFlow, to standard error."""
-    run_fresh(STDERR, called)
-
-
-# ---------------------------------------------------------------- dense and tiled
-
-RULE = hm.PerHead({1: hm.Chunk(3)}, default=hm.Window(4, 4))
-X = normal(2, 7, 8)
-both = pytest.mark.parametrize("numbers", [{"fewest_pairs": 10**9}, ALWAYS], ids=["dense", "tiled"])
-
-
-@both
-@pytest.mark.parametrize("offset", [0, 3, "a tensor"])
-def test_a_causal_flag_of_keras_counts_queries_from_0(numbers, offset):
+@pytest.mark.parametrize("numbers", [{"fewest_pairs": 10**9}, ALWAYS], ids=["dense", "tiled"])
+@pytest.mark.parametrize("as_tensor", [False, True])
+def test_a_causal_flag_of_keras_counts_queries_from_0(numbers, as_tensor):
     """In a retrofitted layer that is Keras' business, wherever the rule sees the queries."""
+    rule, data = hm.PerHead({1: hm.Chunk(3)}, default=hm.Window(4, 4)), normal(2, 7, 8)
     x, attention = keras.Input((7, 8)), layers.MultiHeadAttention(4, 3)
     stock = keras.Model(x, attention(x, x))
     random_biases(attention)
-    masked = hm.apply_head_masks(stock, RULE)
-    at = 3 if offset == "a tensor" else offset
-    allowed = mask_by_loops(RULE, 2, 4, 4, 7, query_offset=at) & np.tri(4, 7, dtype=bool)
-    given = ops.convert_to_tensor(3) if offset == "a tensor" else offset
-    with tuned(**numbers), opened({masked: {}}), moved(given):
-        got = masked.layers[-1](X[:, :4], X, use_causal_mask=True)
-    assert_close(numpy(got), by_hand(attention, X[:, :4], X, mask=allowed)[0], depth=3)
-
-
-@both
-@pytest.mark.parametrize(
-    ("shape", "message"), [((2, 7, 9), "9 keys"), ((2, 9, 7), "9 queries"), ((2, 1, 9), "9 keys")]
-)
-def test_a_mask_that_does_not_fit_is_refused(numbers, shape, message):
-    """Cut into tiles, a mask that is too long would be read as if it fitted."""
-    mask, message = np.ones(shape, bool), f"has {message} where the attention has 7"
-    layer = hm.PerHeadMaskedMultiHeadAttention(4, 3, mask_spec=RULE)
-    with tuned(**numbers), pytest.raises(ValueError, match=message):
-        layer(X, attention_mask=mask)
-    with tuned(**numbers), pytest.raises(ValueError, match=message):
-        hm.dot_product_attention(*operands(2, 7, 7, 4), mask=mask, mask_spec=RULE)
+    masked = hm.apply_head_masks(stock, rule)
+    allowed = mask_by_loops(rule, 2, 4, 4, 7, query_offset=3) & np.tri(4, 7, dtype=bool)
+    offset = ops.convert_to_tensor(3) if as_tensor else 3
+    with tuned(**numbers), opened({masked: {}}), moved(offset):
+        got = masked.layers[-1](data[:, :4], data, use_causal_mask=True)
+    assert_close(numpy(got), by_hand(attention, data[:, :4], data, mask=allowed)[0], depth=3)

@@ -14,11 +14,7 @@ import torch
 from torch._dynamo.testing import CompileCounterWithBackend
 
 NEAR = hm.Window(9, 9)
-RULES = {
-    "window": NEAR,
-    "rules by head": hm.PerHead({0: NEAR, 1: hm.SameSegment("ids") & hm.Window(9, 0)}, ~hm.Keys(9)),
-}
-CASES = [("window", False), ("rules by head", True)]
+BY_HEAD = hm.PerHead({0: NEAR, 1: hm.SameSegment("ids") & hm.Window(9, 0)}, ~hm.Keys(9))
 
 
 def given(spec, length):
@@ -33,14 +29,15 @@ def counter():
     torch._dynamo.reset()
 
 
-@pytest.mark.parametrize(("name", "trains"), CASES)
-def test_attention_is_one_graph(counter, name, trains):
+@pytest.mark.parametrize(
+    ("spec", "trains", "lengths"), [(NEAR, False, (300, 301, 302)), (BY_HEAD, True, (300,))]
+)
+def test_attention_is_one_graph(counter, spec, trains, lengths):
     """And a second one serves all other lengths."""
-    spec = RULES[name]
     run = torch.compile(
         lambda inputs, *qkv: attend(qkv, spec, inputs, tiled=None), fullgraph=True, backend=counter
     )
-    for length in (300, 301, 302)[: 3 if name == "window" else 1]:
+    for length in lengths:
         qkv = [torch.from_numpy(x).requires_grad_(trains) for x in operands(2, length, length, 3)]
         inputs = given(spec, length)
         with hm.dense_scope():
@@ -51,12 +48,12 @@ def test_attention_is_one_graph(counter, name, trains):
             of_both = [torch.autograd.grad(x.square().sum(), qkv) for x in (got, wanted)]
             for one, other in zip(*of_both, strict=True):
                 close(one, other)
-    assert counter.frame_count == (2 if name == "window" else 1)
+    assert counter.frame_count == min(2, len(lengths))
 
 
 def test_a_layer_that_trains_is_one_graph(counter):
     """Its rule joined with padding inside of the graph."""
-    layer = hm.PerHeadMaskedMultiHeadAttention(3, 8, mask_spec=RULES["rules by head"])
+    layer = hm.PerHeadMaskedMultiHeadAttention(3, 8, mask_spec=BY_HEAD)
     x = torch.from_numpy(operands(2, 300, 300, 1, size=8)[0][:, :, 0])
     padding = torch.arange(300)[None].expand(2, -1) < 290
 

@@ -74,39 +74,22 @@ def test_masks_and_attention_under_any_rule(name):
             np.testing.assert_array_equal(mask, known_mask)
 
 
-def test_tiles_that_are_asked_for_need_known_lengths():
-    def run(given):
-        return hm.dot_product_attention(*[given["x"]] * 3, mask_spec=hm.Window(1, 1), tiled=True)
-
-    with pytest.raises(ValueError, match=r"tiling needs known lengths.*queries=t, keys=t"):
-        export.export(jax.jit(run))(symbols(["x"], export.SymbolicScope()))
-
-
-# --- Models --------------------------------------------------------------------------------------
-
-
-def model_of(inputs):
-    """A layer of one head by sentence and one by a window over `inputs`: x, and its ids if any."""
-    read = {"ids": inputs[1]} if len(inputs) > 1 else None
-    rule = hm.PerHead({0: hm.SameSegment("ids")} if read else {}, hm.Window(2, 2))
-    layer = hm.PerHeadMaskedMultiHeadAttention(2, 4, mask_spec=rule)
-    return keras.Model(inputs, layer(inputs[0], mask_inputs=read))
-
-
-@pytest.mark.parametrize("reads_ids", [False, True], ids=["positions", "ids"])
-def test_a_saved_model_by_keras(reads_ids, tmp_path):
+def test_a_saved_model_by_keras(tmp_path):
+    """A layer of one head by sentence and one by a window."""
     tf = pytest.importorskip("tensorflow")
-    inputs = [keras.Input((None, 8), name="x"), keras.Input((None,), dtype="int32", name="ids")]
-    model = model_of(inputs[: 1 + reads_ids])
-    names = {"polymorphic_shapes": [["(b, t, 8)", "(b, t)"]]} if reads_ids else {}
+    x, ids = keras.Input((None, 8), name="x"), keras.Input((None,), dtype="int32", name="ids")
+    rule = hm.PerHead({0: hm.SameSegment("ids")}, hm.Window(2, 2))
+    layer = hm.PerHeadMaskedMultiHeadAttention(2, 4, mask_spec=rule)
+    model = keras.Model([x, ids], layer(x, mask_inputs={"ids": ids}))
     options = {"format": "tf_saved_model", "verbose": False}
-    if reads_ids:  # or Keras gives each unknown size a name of its own
-        with pytest.raises(ValueError, match=r"length b where.* a keys.*polymorphic_shapes"):
-            model.export(tmp_path / "apart", **options)
+    # Keras gives each unknown size a name of its own.
+    with pytest.raises(ValueError, match=r"length b where.* a keys.*polymorphic_shapes"):
+        model.export(tmp_path / "apart", **options)
+    names = {"polymorphic_shapes": [["(b, t, 8)", "(b, t)"]]}
     model.export(tmp_path / "model", jax2tf_kwargs=names, **options)
     loaded = tf.saved_model.load(str(tmp_path / "model"))
     rng = np.random.default_rng(0)
     for length in (5, 33):
         ids = rng.integers(0, 3, (2, length)).astype("int32")
-        given = [rng.normal(size=(2, length, 8)).astype("float32"), ids][: 1 + reads_ids]
+        given = [rng.normal(size=(2, length, 8)).astype("float32"), ids]
         assert_close(loaded.serve(given).numpy(), model(given), depth=3)

@@ -52,17 +52,15 @@ class Counted(hm.MaskSpec):
 @hm.register_spec("test_near")
 @dataclasses.dataclass(frozen=True)
 class Near(hm.MaskSpec):
-    """Keys up to `most` positions away."""
-
-    most: int = 3
+    """Keys up to 3 positions away: what reads no input has lengths alone to share by."""
 
     def allowed(self, query_positions, key_positions, inputs):
-        made.append("mask" if query_positions.shape.rank == 2 else "mask of a step")
-        return ops.abs(query_positions - key_positions) <= self.most
+        made.append("near" if query_positions.shape.rank == 2 else "near in a step")
+        return ops.abs(query_positions - key_positions) <= 3
 
 
 RULE = hm.PerHead({0: Counted()})
-ONE = ["prepared", "mask"]
+ONE = ["prepared", "mask"]  # what a layer makes by itself
 
 
 def of_layers(count, rule=RULE, rules=(), ids="ids", offset=0):
@@ -133,67 +131,44 @@ def nodes_of(graph):
 
 
 @pytest.mark.parametrize(
-    ("scope", "make", "shape"),
+    ("scope", "make", "shape", "most"),
     [
-        (TILES, of_layers, (None, None)),
-        (LOGITS, of_blocks, (None, 7)),
-        (LOGITS, retrofitted, (None, None)),
+        (TILES, of_layers, (None, None), 50),
+        (LOGITS, of_blocks, (None, 7), 80),
+        (LOGITS, retrofitted, (None, None), 50),
     ],
 )
-def test_rules_on_positions_are_traced_once(scope, make, shape):
+def test_three_layers_make_what_one_makes(scope, make, shape, most):
     """Found as a bug: each layer has its own lengths, and traced what followed from them."""
+    rule = hm.PerHead({0: Counted(), 1: Near()})
     with scope():
-        (first, one), (last, three) = (trace(make(n, Near()), shape=shape) for n in (1, 3))
+        (first, one), (last, three) = (trace(make(n, rule), shape=shape) for n in (1, 3))
     assert one == three
-    assert ("mask" in one) == (scope is LOGITS)
-    assert nodes_of(last) - nodes_of(first) <= 2 * 80
-    assert len(set(called(first))) == len(set(called(last)))
-
-
-@pytest.mark.parametrize(
-    ("scope", "make"), [(TILES, of_layers), (LOGITS, retrofitted), (LOGITS, of_blocks)]
-)
-def test_three_layers_make_what_one_makes(scope, make):
-    with scope():
-        (first, one), (last, three) = (trace(make(n)) for n in (1, 3))
-    assert one == three == (ONE if scope is LOGITS else ONE[:1])
+    assert scope is TILES or {"prepared", "mask", "near"} <= set(one)
     # The operations of the plan, and of the padding, are counted by TensorFlow alone.
     nodes = [nodes_of(graph) for graph in (first, last)]
-    assert nodes[1] - nodes[0] < 2 * 50
+    assert nodes[1] - nodes[0] < 2 * most
     assert scope is LOGITS or nodes[0] > 500
     assert len(set(called(first))) == len(set(called(last)))  # the attention is traced once, too
     assert len(called(last)) == len(called(first)) + 2
 
 
-OTHER = hm.PerHead({0: Counted(2)})
+NEAR = hm.Window(1, 1)
 UNLIKE = {
-    "rule": {"rules": [RULE, OTHER]},
     "ids": {"ids": "others"},
     "offset": {"offset": 1},
     "an offset and ids": {"offset": 1, "ids": "others"},
+    "a field": {"rules": [RULE, hm.PerHead({0: Counted(2)})]},
+    "other heads": {"rules": [RULE, hm.PerHead({1: Counted()})]},
+    "and, or": {"rules": [Counted() & NEAR, Counted() | NEAR]},
+    "not": {"rules": [Counted(), ~Counted()]},
+    "one more": {"rules": [Counted(), Counted() & hm.KeyFlag("ids")]},
 }
 
 
 @pytest.mark.parametrize("unlike", UNLIKE.values(), ids=UNLIKE)
 def test_a_layer_that_alone_differs_makes_its_own(unlike):
-    alike, differs = (called(trace(of_layers(2, **how))[0]) for how in ({}, unlike))
-    assert len(alike) == 2 + 1
-    assert len(differs) == 2 + 2
-
-
-NEAR = hm.Window(1, 1)
-JOINED = {
-    "other heads": (RULE, hm.PerHead({1: Counted()})),
-    "and, or": (Counted() & NEAR, Counted() | NEAR),
-    "not": (Counted(), ~Counted()),
-    "one more": (Counted(), Counted() & hm.KeyFlag("ids")),
-}
-
-
-@pytest.mark.parametrize("rules", JOINED.values(), ids=JOINED)
-def test_rules_of_equal_parts_are_not_equal(rules):
-    model = of_layers(3, rules=[*rules, rules[0]])
-    assert trace(model, shape=(2, 7))[1].count("mask") == 2
+    assert len(trace(of_layers(2, **unlike), shape=(2, 7))[1]) > len(ONE)
 
 
 def test_two_models_share_if_they_have_the_same_ids():
@@ -214,11 +189,11 @@ THIRD = np.roll(FIRST, 2, 1)
 
 
 @functools.cache
-def attention(number, rule=READS):
+def attention(number):
     import tensorflow as tf
 
     with tf.init_scope():  # also where a graph is the first to ask for it
-        layer = Ours(2, 3, mask_spec=rule, name=f"attention_{number}")
+        layer = Ours(2, 3, mask_spec=READS, name=f"attention_{number}")
         layer.build((None, None, 8), (None, None, 8))
         # (Small ones, always the same: `loop` makes large errors of roundings by large ones.)
         rng = np.random.default_rng(number)
@@ -226,37 +201,19 @@ def attention(number, rule=READS):
     return layer
 
 
-def attend(number, x, ids, other=None, ids_of_other=None, offset=0):
-    pair = ids if ids_of_other is None else (ids, ids_of_other)
-    rest = {"mask_inputs": {"ids": pair}, "query_offset": offset}
-    return attention(number)(x, x if other is None else other, **rest)
+def attend(number, x, ids, other=None, ids_of_other=None):
+    pair = ids if other is None else (ids, ids_of_other)
+    return attention(number)(x, x if other is None else other, mask_inputs={"ids": pair})
 
 
-def encoder_and_decoder(x, y, first, second, _):
+def encoder_and_decoder(x, y, first, second, third):
+    """Two layers are called again: on other ids, and on other ones of other lengths."""
     for number in (0, 1):
         x += attend(number, x, first)
     for number in (2, 4):
         y += attend(number, y, second)
         y += attend(number + 1, y, second, x, first)
-    return x, y
-
-
-def called_twice(x, y, first, second, third):
-    """One model, and then two others, of other weights."""
-
-    def model(x, ids, of=0):
-        return x + attend(of + 1, x + attend(of, x, ids), ids)
-
-    return model(x, first), model(x, third), model(y, second, 2), model(x, third + 1, 2)
-
-
-def offsets(_, y, __, second, ___):
-    import tensorflow as tf
-
-    last, ids = y[:, 2:], second[:, 2:]
-    for number, offset in enumerate((0, 2, tf.constant(2), 2, 1)):
-        last += attend(number, last, ids, y, second, offset)
-    return last
+    return x + attend(0, x, third), x + attend(2, x, third + 1), y
 
 
 def loop(x, _, first, second, third):
@@ -275,20 +232,6 @@ def loop(x, _, first, second, third):
     return x
 
 
-def branches(x, _, first, second, third):
-    import tensorflow as tf
-
-    def one():
-        return x + attend(0, x, tf.add(first, 0)) + attend(1, x, third)
-
-    def other():
-        return x + attend(2, x, tf.add(third, 0)) + attend(0, x, first)
-
-    before = x + attend(2, x, tf.add(first, 0))
-    found = [tf.cond(first[0, 0] == number, one, other) for number in (0, 1)]
-    return before, *found, x + attend(2, x, tf.add(third, 0))
-
-
 def remat(x, _, first, second, third):
     def block(number, ids):
         return lambda x: x + attend(number, x, ids) + attend(number + 1, x, ids)
@@ -297,8 +240,8 @@ def remat(x, _, first, second, third):
     return keras.remat(block(2, third))(x) + attend(4, x, third)
 
 
-PROGRAMS = [(LOGITS, x, True) for x in (encoder_and_decoder, called_twice, branches, remat)]
-PROGRAMS += [(LOGITS, called_twice, False), (TILES, offsets, False), (TILES, loop, False)]
+PROGRAMS = [(LOGITS, encoder_and_decoder, True), (LOGITS, encoder_and_decoder, False)]
+PROGRAMS += [(LOGITS, remat, True), (TILES, loop, False)]
 
 
 @pytest.mark.parametrize(("scope", "program", "is_known"), PROGRAMS)
@@ -327,6 +270,7 @@ def test_layers_in_a_graph_give_what_each_gives_by_itself(scope, program, is_kno
         assert_close(one, other, depth=12)
 
 
+@pytest.mark.daily  # two planted bugs are seen here alone
 def test_rules_on_positions_have_sizes_and_offsets_of_their_own():
     import tensorflow as tf
 
@@ -363,69 +307,3 @@ def test_what_was_shared_goes_with_the_graph():
     keras.backend.clear_session()
     gc.collect()
     assert [ref() for ref in refs if ref() is not None] == []
-
-
-# --- Wrong sizes ----------------------------------------------------------------------------------
-
-
-def differ(ids, sequence):
-    given, expected = (r"\] \[".join(map(str, shape)) for shape in (ids, sequence))
-    return rf"\(examples, keys\) =\] \[{given}\] \[where the attention has\] \[{expected}\]"
-
-
-SIZES = 3, 6
-OTHER_SIZES = {x: differ(x, SIZES) for x in ((3, 5), (3, 1), (1, 6))}  # of the ids
-OTHER_SEQUENCES = {x: differ(SIZES, x) for x in ((3, 1), (1, 6), (6, 3))}  # of a layer
-NAMES = "one", "other", "ids"
-
-
-@functools.cache
-def of_two_sequences():
-    """Two layers that read the same ids, each of a sequence of its own."""
-    given = {name: keras.Input((None,), dtype="int32", name=name) for name in NAMES}
-    embedding, found = layers.Embedding(9, 8), {}
-    for name in NAMES[:2]:
-        attention = Ours(2, 4, mask_spec=hm.SameSegment("ids"))
-        found[f"of_{name}"] = attention(embedding(given[name]), mask_inputs={"ids": given["ids"]})
-    return keras.Model(given, found)
-
-
-def of_sizes(**shapes):
-    return {name: np.ones(shape, "int32") for name, shape in shapes.items()}
-
-
-def refused():
-    """Ids, and the sequence of one layer, where the other layer's fits the ids."""
-    for name in ("one", "other"):
-        for shape, message in OTHER_SIZES.items():
-            yield of_sizes(**dict.fromkeys(NAMES, shape) | {name: SIZES}), message
-        for shape, message in OTHER_SEQUENCES.items():
-            yield of_sizes(**dict.fromkeys(NAMES, SIZES) | {name: shape}), message
-
-
-@pytest.fixture(params=[False, True], ids=["", "assertions left out"])
-def stripped(request):
-    """TensorFlow leaves assertions out, as other runtimes do."""
-    import tensorflow as tf
-
-    tf.config.optimizer.set_experimental_options({"debug_stripper": request.param})
-    yield request.param
-    tf.config.optimizer.set_experimental_options({"debug_stripper": False})
-
-
-def test_each_layer_refuses_ids_of_other_sizes(stripped):
-    """(`rules/test_graph_shapes.py` has exports.)"""
-    import tensorflow as tf
-
-    model = of_two_sequences()
-    unknown = {name: tf.TensorSpec((None, None), tf.int32) for name in NAMES}
-    call = tf.function(model, [unknown], autograph=False)
-    for shape in (3, 6), (3, 1), (1, 1), (1, 6):
-        given = of_sizes(one=shape, other=shape, ids=shape)
-        found = call(given)
-        for name, value in model(given).items():
-            assert_close(found[name], value)
-    for given, message in refused():
-        message = "mask_input_of_another_shape" if stripped else message
-        with pytest.raises(tf.errors.InvalidArgumentError, match=message):
-            call(given)

@@ -61,9 +61,8 @@ class Refused(Exception):
     """The kernel does not compute the request, and says why."""
 
 
-def _many_tiles():
-    """Of so many sizes that some in a class are filled up."""
-    return tiles(local=1, wide=2, block=2)
+# So many sizes of tiles that some in a class are filled up.
+_many_tiles = functools.partial(tiles, local=1, wide=2, block=2)
 
 
 @contextlib.contextmanager
@@ -184,10 +183,9 @@ def _ran_with_unknown_lengths(function, operands, inputs, offset):
     """Traced with no batch size, no length and, if `offset` is a tensor, any offset."""
     import tensorflow as tf
 
-    def free(array):  # but the heads of a whole mask, and axes of size 1
-        keep = (1,) if array.ndim == 4 else ()
-        sizes = [n if axis in keep or n == 1 else None for axis, n in enumerate(array.shape)]
-        return tf.TensorSpec(sizes, array.dtype)
+    def free(array):
+        heads = {1: array.shape[1]} if array.ndim == 4 else {}  # of a whole mask
+        return tf.TensorSpec([heads.get(axis) for axis in range(array.ndim)], array.dtype)
 
     of_qkv = [tf.TensorSpec([None, None, *x.shape[2:]], x.dtype) for x in operands[:3]]
     of_operands = [*of_qkv, *(tf.TensorSpec(x.shape, x.dtype) for x in operands[3:])]
@@ -319,15 +317,6 @@ def _called(kernel, spec, changes, dtype, rest):
         return attend
 
     return tensors, made
-
-
-def sixty_four_bits():
-    """A context in which JAX has float64, too."""
-    if BACKEND != "jax":
-        return contextlib.nullcontext()
-    import jax
-
-    return jax.enable_x64(True)
 
 
 def skipping(test):

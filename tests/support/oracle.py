@@ -43,20 +43,10 @@ def allowed(config, head, i, j, example, inputs=None, query_offset=0):
 
 def mask(spec, batch, heads, queries, keys, inputs=None, query_offset=0):
     """The whole mask `(B, H, T, S)`, entry by entry."""
-    config = spec.get_config()
-    return np.array(
-        [
-            [
-                [
-                    [allowed(config, h, i, j, b, inputs, query_offset) for j in range(keys)]
-                    for i in range(queries)
-                ]
-                for h in range(heads)
-            ]
-            for b in range(batch)
-        ],
-        "bool",
-    ).reshape(batch, heads, queries, keys)
+    config, found = spec.get_config(), np.zeros((batch, heads, queries, keys), bool)
+    for b, h, i, j in np.ndindex(found.shape):
+        found[b, h, i, j] = allowed(config, h, i, j, b, inputs, query_offset)
+    return found
 
 
 def picture(mask):

@@ -1,8 +1,6 @@
 """Public names arrive on first use and have whole docstrings; the import alone is small."""
 
-import builtins
 import dis
-import doctest
 import importlib
 import inspect
 import pathlib
@@ -57,23 +55,6 @@ def test_the_import_alone_is_small_and_lets_files_load():
 
 
 # --- Docstrings -----------------------------------------------------------------------------------
-
-
-def test_examples_read_what_they_import_or_public_names():
-    """Copied from its page an example runs: it reads no import of the module that it stands in."""
-    finder, wrong = doctest.DocTestFinder(), {}
-    for name in hm.__all__:
-        for test in finder.find(getattr(hm, name), name, module=False, globs={}):
-            codes = [compile("".join(x.source for x in test.examples), "", "exec")]
-            known, loaded = {test.name.rpartition(".")[2], "keras", "np", *hm.__all__}, set()
-            while codes:
-                code = codes.pop()
-                codes += [x for x in code.co_consts if inspect.iscode(x)]
-                for x in dis.get_instructions(code):
-                    known |= {x.argval} if x.opname == "STORE_NAME" else set()
-                    loaded |= {x.argval} if x.opname in ("LOAD_NAME", "LOAD_GLOBAL") else set()
-            wrong[test.name] = loaded - known - {*dir(builtins)}
-    assert {name: names for name, names in wrong.items() if names} == {}
 
 
 # A first line that names the result needs no "Returns:" that says it again.

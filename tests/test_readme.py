@@ -6,7 +6,6 @@ import math
 import re
 from pathlib import Path
 
-import numpy as np
 import pytest
 import snippets
 
@@ -21,21 +20,6 @@ def test_snippets(tmp_path, monkeypatch):
         pytest.importorskip(package)
     monkeypatch.chdir(tmp_path)
     assert snippets.run(README) == 1
-
-
-def test_its_picture_is_the_rule_of_the_snippet_above():
-    matplotlib_image = pytest.importorskip("matplotlib.image")
-    text = README.read_text("utf-8")
-    call, picture = re.search(r"`(hm\.plot\(.*\))` .*\n\n!\[.*\]\((.*\.png)\)", text).groups()
-    names = {}
-    exec(text[: text.index(call)].split("```python\n")[-1].split("```")[0], names)
-    figure = eval(call, names)
-    figure.canvas.draw()
-    drawn = np.asarray(figure.canvas.buffer_rgba())[..., :3] / 255
-    kept = matplotlib_image.imread(ROOT / picture)[..., :3]
-    assert kept.shape == drawn.shape
-    assert abs(kept - drawn).mean() < 0.003  # of another cell it is 0.004
-    assert f"]({picture.removeprefix('docs/')})" in (ROOT / "docs/index.md").read_text("utf-8")
 
 
 def test_the_table_of_heads_is_what_the_tutorial_printed():

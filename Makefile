@@ -32,10 +32,8 @@ test-all: $(VENV)/.test $(VENV)/.test-all
 
 # What takes too long for every day: on TensorFlow all that is marked long, each benchmark on tiny
 # sizes with it; on JAX and PyTorch the tests of every day in all folders, and the long ones of
-# models; what a layer promises once more in tiny tiles (but for what writes files); planted bugs.
+# models; planted bugs.
 MODELS = tests/retrofit tests/heads tests/generation
-TINY = $(RUN) -m pytest -n 2 --tiled -k "not fresh_process" \
-	tests/layers/test_layer.py tests/attention/test_attention.py tests/layers/test_parity.py
 long: $(VENV)/.test-all
 	$(RUN) -m pytest -n 2 -m long tests/attention
 	$(RUN) -m pytest -n 2 -m long tests --ignore=tests/attention
@@ -43,8 +41,6 @@ long: $(VENV)/.test-all
 	KERAS_BACKEND=torch $(RUN) -m pytest -n 2 tests
 	KERAS_BACKEND=jax $(RUN) -m pytest -n 2 -m long $(MODELS)
 	KERAS_BACKEND=torch $(RUN) -m pytest -n 2 -m long $(MODELS)
-	KERAS_BACKEND=tensorflow $(TINY)
-	KERAS_BACKEND=torch $(TINY)
 	$(RUN) tests/planted.py
 
 # The documentation site, in site/. (`make long` builds it, too.)

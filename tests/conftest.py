@@ -12,41 +12,26 @@ os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
 # JAX compiles more than it runs here.
 os.environ.setdefault("XLA_FLAGS", "--xla_backend_optimization_level=0")
 
-import keras
 import pytest
-from keras.src.backend.common import global_state
 
+# (Keras is imported by who needs it: the process that gives tests to workers does not.)
+BACKEND = os.environ["KERAS_BACKEND"]
 # No tests. `--doctest-modules` would import all of the first as one name, and run the second, which
 # tests start in processes of their own.
 collect_ignore_glob = ["*conftest.py", "distributed/[!t]*.py"]
 
 
 def pytest_addoption(parser):
-    parser.addoption(
-        "--tiled", action="store_true", help="compute tiles wherever that is possible, tiny ones"
-    )
     parser.addoption("--part", choices=["daily", "rest"], help="what `make test` runs, or the rest")
     parser.addoption(
         "--write-seconds", action="store_true", help="into tests/seconds.json, for --part"
     )
 
 
-def pytest_configure(config):
-    if config.getoption("--tiled"):
-        from tiled_contract import ALWAYS
-
-        from keras_headmask.attention.tuning import tuned
-
-        tiny = tuned(**ALWAYS, local_tile=2, wide_tile=3, block=2)
-        tiny.__enter__()
-        config.add_cleanup(lambda: tiny.__exit__(None, None, None))
-
-
 def pytest_collection_modifyitems(config, items):
-    backend = keras.backend.backend()
-    skip = pytest.mark.skip(reason=f"needs the TensorFlow backend; this run is on {backend}")
+    skip = pytest.mark.skip(reason=f"needs the TensorFlow backend; this run is on {BACKEND}")
     for item in items:
-        if backend != "tensorflow" and item.get_closest_marker("tensorflow"):
+        if BACKEND != "tensorflow" and item.get_closest_marker("tensorflow"):
             item.add_marker(skip)
     if part := config.getoption("--part"):
         chosen = daily(item for item in items if not item.get_closest_marker("long"))
@@ -60,7 +45,7 @@ def pytest_collection_modifyitems(config, items):
 # --- What `make test` runs ------------------------------------------------------------------------
 
 SECONDS = Path(__file__).with_name("seconds.json")  # of one core, as `make test-all` measured them
-OF_THIS = json.loads(SECONDS.read_text()).get(keras.backend.backend(), {})  # by file, then by case
+OF_THIS = json.loads(SECONDS.read_text()).get(BACKEND, {})  # by file, then by case
 LEAST = 0.05  # what takes less, or is not known, counts as half of it
 SKIPPED = 1000  # what is skipped here, which is not to be among the cheapest
 
@@ -131,7 +116,7 @@ def _write_seconds():
     files = {
         x: known for x, known in (OF_THIS | by_file).items() if (SECONDS.parents[1] / x).exists()
     }
-    known = json.loads(SECONDS.read_text()) | {keras.backend.backend(): dict(sorted(files.items()))}
+    known = json.loads(SECONDS.read_text()) | {BACKEND: dict(sorted(files.items()))}
     SECONDS.write_text(json.dumps(dict(sorted(known.items())), indent=1) + "\n")
 
 
@@ -146,38 +131,18 @@ def _say_what_took_long(write_line):
             write_line(f"  {took[case]:.1f} in place of {expected[case]:.1f}: {case}")
 
 
-# --- A run is not to need more memory than a small machine has ---------------------------------
-
-MOST_OF_A_WORKER = 4.0  # GiB
-peaks = {}  # of the workers' memory, in GiB
-_malloc_trim = getattr(ctypes.CDLL(None), "malloc_trim", lambda pad: 0)  # glibc alone has it
-
-
-@pytest.hookimpl(optionalhook=True)
-def pytest_testnodedown(node):
-    peaks[node.gateway.id] = getattr(node, "workeroutput", {}).get("peak", 0)
-
-
 def pytest_sessionfinish(session):
-    """Note what this process held at most, and fail the run if a worker held too much."""
-    if hasattr(session.config, "workeroutput"):
-        session.config.workeroutput["peak"] = _peak()
-        return
-    if session.config.getoption("--write-seconds"):
+    if session.config.getoption("--write-seconds") and not hasattr(session.config, "workeroutput"):
         _write_seconds()
-    if max(peaks.values(), default=0) > MOST_OF_A_WORKER:
-        session.exitstatus = pytest.ExitCode.TESTS_FAILED
 
 
 def pytest_terminal_summary(terminalreporter):
     _say_what_took_long(terminalreporter.write_line)
-    for worker, peak in sorted(peaks.items()):
-        too_much = f": more than {MOST_OF_A_WORKER:g} GiB" if peak > MOST_OF_A_WORKER else ""
-        terminalreporter.write_line(f"memory of {worker}: {peak:.1f} GiB at most{too_much}")
 
 
-def _peak():
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20  # from KiB
+# --- What is freed goes back ---------------------------------------------------------------------
+
+_malloc_trim = getattr(ctypes.CDLL(None), "malloc_trim", lambda pad: 0)  # glibc alone has it
 
 
 def pytest_collection_finish():
@@ -187,7 +152,7 @@ def pytest_collection_finish():
 @pytest.fixture(autouse=True, scope="module")
 def _collected_once():
     yield
-    if keras.backend.backend() == "jax":
+    if BACKEND == "jax":
         import jax
 
         jax.clear_caches()  # all that was compiled stays there
@@ -212,12 +177,16 @@ def _out_of_the_collectors_sight():
 
 @pytest.fixture(autouse=True)
 def _same_weights_every_run():
+    import keras
+
     keras.utils.set_random_seed(0)
 
 
 @pytest.fixture(autouse=True)
 def _nothing_left_of_a_call():
     """A call that Keras did not end would make later ones train: see `Layer._get_call_context`."""
+    from keras.src.backend.common import global_state
+
     yield
     left = global_state.get_global_attribute("current_call_ctx")
     global_state.set_global_attribute("current_call_ctx", None)
@@ -227,18 +196,9 @@ def _nothing_left_of_a_call():
 @pytest.fixture
 def dtype_policy(request):
     """A global dtype policy, put back afterwards."""
+    import keras
+
     before = keras.config.dtype_policy()
     keras.config.set_dtype_policy(request.param)
     yield request.param
     keras.config.set_dtype_policy(before)
-
-
-@pytest.fixture(params=["by tiles", "all logits"])
-def tiny(request):
-    """Tiles so small that short sequences have several, or all logits of long ones."""
-    from tiled_contract import at_once, tiles
-
-    if request.param == "all logits" and keras.backend.backend() != "tensorflow":
-        pytest.skip("only TensorFlow has a choice")
-    with tiles() if request.param == "by tiles" else at_once():
-        yield

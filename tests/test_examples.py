@@ -1,4 +1,4 @@
-"""The examples run as a user runs them; what their text says holds, and so do their pictures."""
+"""The examples run as a user runs them, and what their text says holds."""
 
 import contextlib
 import io
@@ -14,12 +14,9 @@ import pytest
 
 matplotlib = pytest.importorskip("matplotlib")
 pyplot = pytest.importorskip("matplotlib.pyplot")
-matplotlib_image = pytest.importorskip("matplotlib.image")
 pytestmark = pytest.mark.tensorflow  # what they show is the same everywhere
 
 ROOT = pathlib.Path(__file__).parents[1]
-TEXTS = {path.stem: path.read_text("utf-8") for path in sorted(ROOT.glob("examples/*.py"))}
-NOTEBOOKS = [name for name, text in TEXTS.items() if "\n# %%" in f"\n{text}"]
 NEEDS = {
     "from_pytorch": "torch transformers",
     "pack_documents": "grain",
@@ -35,30 +32,6 @@ NEEDS = {
 ALONE = "demo", "hugging_face", "serve_bert"  # another backend, or what other processes print
 
 
-@pytest.mark.parametrize("name", NOTEBOOKS)
-def test_opens_as_a_notebook_and_its_pictures_are_there(name):
-    jupytext = pytest.importorskip("jupytext")
-    nbformat = pytest.importorskip("nbformat")
-    notebook = jupytext.reads(TEXTS[name], fmt="py:percent")
-    nbformat.validate(nbformat.from_dict(notebook))
-    assert notebook.cells[0].cell_type == "markdown"
-    assert notebook.cells[0].source.startswith("# ")
-    for words, picture in pictures_in(name):
-        assert len(words.split()) >= 8, f"{picture}: say what it shows"
-        check_picture(ROOT / "docs/images" / picture)
-
-
-def pictures_in(name):
-    """Of the text: the words for who cannot see it, and the file, of each picture."""
-    return re.findall(r"!\[([^\]]*)\]\(\.\./docs/images/(\w+\.png)\)", TEXTS[name])
-
-
-def check_picture(file):
-    image = matplotlib_image.imread(file)[..., :3]  # from 0 to 1
-    assert min(image.shape[:2]) >= 200
-    assert (image.mean(axis=-1) < 0.94).mean() > 0.02, f"{file.name} is nearly blank"
-
-
 @pytest.fixture
 def output(request, tmp_path, monkeypatch):
     """What `python examples/NAME.py --quick --out FOLDER` prints, for `test_NAME`.
@@ -68,7 +41,8 @@ def output(request, tmp_path, monkeypatch):
     name = request.node.name.removeprefix("test_")
     for module in NEEDS.get(name, "").split():
         pytest.importorskip(module)
-    command = [str(ROOT / "examples" / f"{name}.py"), "--quick", "--out", str(tmp_path)]
+    script = ROOT / "examples" / f"{name}.py"
+    command = [str(script), "--quick", "--out", str(tmp_path)]
     if name in ALONE:
         path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
         environment = os.environ | {"PYTHONPATH": path}
@@ -82,14 +56,12 @@ def output(request, tmp_path, monkeypatch):
         matplotlib.use("agg")
         monkeypatch.setattr(sys, "argv", command)
         with contextlib.redirect_stdout(io.StringIO()) as out:
-            runpy.run_path(command[0], run_name="__main__")
+            runpy.run_path(str(script), run_name="__main__")
         pyplot.close("all")
         printed = out.getvalue()
-    drawn = sorted(tmp_path.glob("*.png"))
-    shown = sorted(picture for _, picture in pictures_in(name))
-    assert name == "demo" or [file.name for file in drawn] == shown
-    for file in drawn:
-        check_picture(file)
+    drawn = sorted(file.name for file in tmp_path.glob("*.png"))
+    shown = re.findall(r"\]\(\.\./docs/images/(\w+\.png)\)", script.read_text("utf-8"))
+    assert name == "demo" or drawn == sorted(shown)
     return printed
 
 

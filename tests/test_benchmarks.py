@@ -27,39 +27,23 @@ def run(module, *arguments):
     assert done.returncode == 0, done.stderr[-3000:]
 
 
-@long
-def test_the_record_holds_every_case_and_ours_equals_stock(tmp_path):
-    run("benchmarks", "--out", tmp_path)
-    record = json.loads((tmp_path / "record.json").read_text())
-    assert set(record["cases"]) == {*cases.all_cases(), "training", "layer", "layer-window"}
-    for name, of_case in record["cases"].items():
-        for framework, told in of_case.items():
-            assert not told["errors"], (name, framework)
-            assert told.get("difference", 0) < 1e-4, (name, framework)
-        assert {"ours", "stock"} <= {key.split(",")[0] for key in of_case["keras"]["seconds"]}
-    assert {"sdpa", "flex"} <= set(record["cases"]["documents"]["torch"]["seconds"])
-    assert not [row for row in record["memory"] + record["scaling"] if "error" in row]
-    text = (tmp_path / "RESULTS.md").read_text(encoding="utf-8")
-    assert all(goal.case in text for goal in report.GOALS)
-    # A goal whose ratio no record can hold would never be measured. Of tiny sizes FlexAttention is
-    # not always there, and memory may not rise at all.
-    beyond_quick = {g.ratio for g in report.GOALS if "flex" in g.ratio or "memory" in g.ratio}
-    assert {goal.ratio for goal in report.GOALS} - set(record["ratios"]) <= beyond_quick
+def named(key, value):
+    """Each value under `key`, at any depth of a record."""
+    if isinstance(value, dict) and key in value:
+        yield value[key]
+    parts = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+    for part in parts:
+        yield from named(key, part)
 
 
-@long
-def test_the_gpu_script_runs_without_one(tmp_path):
-    pytest.importorskip("jax")
-    run("benchmarks.gpu", "--out", tmp_path)
-    parts = json.loads((tmp_path / "record.json").read_text())["parts"]
-    for name, part in parts.items():
-        assert part["ended"] == "whole", (name, part)
-        for what, figures in part["figures"].items():
-            if name.endswith("answers"):
-                limit = 0.05 if "bfloat16" in what else 1e-4
-                assert figures["ours"] < limit, (name, what, figures)
-            else:
-                assert all(ms > 0 for ms in figures.values()), (name, what, figures)
+def check(record, *filled):
+    """Of these keys none is empty; nothing failed, and what is compared is equal."""
+    assert all(record[key] for key in filled)
+    assert not any((*named("errors", record), *named("error", record)))
+    for differences in (*named("differences", record), *named("difference", record)):
+        by_case = differences if isinstance(differences, dict) else {"": differences}
+        by_case.pop("head 0 same sentence", None)  # it differs from stock Keras on purpose
+        assert max(by_case.values(), default=0) < 1e-4, by_case
 
 
 # By name, what it needs beside the package, and what of its record is not empty.
@@ -78,26 +62,35 @@ def test_a_benchmark_runs_and_what_it_compares_is_equal(name, tmp_path):
     pytest.importorskip(needed)
     more = ["--no-flex"] if name == "backends" else []
     run(f"benchmarks.{name}", *more, "--out", tmp_path / "record.json")
+    check(json.loads((tmp_path / "record.json").read_text()), *filled.split())
+
+
+@long
+def test_the_record_holds_every_case_and_each_goal(tmp_path):
+    run("benchmarks", "--out", tmp_path)
     record = json.loads((tmp_path / "record.json").read_text())
-    assert all(record[key] for key in filled.split())
-    assert not any(named("errors", record))
-    for differences in (*named("differences", record), *named("difference", record)):
-        by_case = differences if isinstance(differences, dict) else {name: differences}
-        by_case.pop("head 0 same sentence", None)  # it differs from stock Keras on purpose
-        assert max(by_case.values(), default=0) < 1e-4, by_case
+    check(record, "memory", "scaling")
+    assert set(record["cases"]) == {*cases.all_cases(), "training", "layer", "layer-window"}
+    # A goal whose ratio no record can hold would never be measured. Of tiny sizes FlexAttention is
+    # not always there, and memory may not rise at all.
+    beyond_quick = {g.ratio for g in report.GOALS if "flex" in g.ratio or "memory" in g.ratio}
+    assert {goal.ratio for goal in report.GOALS} - set(record["ratios"]) <= beyond_quick
+
+
+@long
+def test_the_gpu_script_runs_without_one(tmp_path):
+    pytest.importorskip("jax")
+    run("benchmarks.gpu", "--out", tmp_path)
+    parts = json.loads((tmp_path / "record.json").read_text())["parts"]
+    for name, part in parts.items():
+        assert part["ended"] == "whole", (name, part)
+        for what, figures in part["figures"].items() if name.endswith("answers") else ():
+            assert figures["ours"] < (0.05 if "bfloat16" in what else 1e-4), (name, what, figures)
 
 
 @long
 def test_two_trees_are_compared():
     run("benchmarks.two_trees", ROOT)
-
-
-def named(key, value):
-    """Each value under `key`, at any depth of a record."""
-    if isinstance(value, dict):
-        yield from [value[key]] if key in value else []
-        for part in value.values():
-            yield from named(key, part)
 
 
 @long
@@ -108,10 +101,6 @@ def test_the_language_models_differ_in_their_rules_alone(tmp_path):
     stock = record["first_losses"][language_model.STOCK]
     equal = {x for x, loss in record["first_losses"].items() if abs(loss / stock - 1) < 1e-5}
     assert equal == {language_model.STOCK, language_model.STOCK_XLA, language_model.FULL}
-    run("benchmarks.language_model", "--out", tmp_path, "--train", "--seeds", "5")
-    losses = language_model.losses_of(json.loads((tmp_path / language_model.LOSS).read_text()))
-    assert losses.keys() == language_model.rules(language_model.QUICK).keys()
-    assert all(0 < loss < 10 for (loss,) in losses.values())
 
 
 def test_a_head_that_repeats_sees_what_followed_the_same_tokens():

@@ -19,14 +19,6 @@ BACKEND = keras.backend.backend()
 LENGTHS = (5, 9, 7)  # the second is traced as unknown, and serves the third
 
 
-def causal_lm():
-    hub = pytest.importorskip("keras_hub").models
-    sizes = {"num_layers": 1, "num_heads": 2, "hidden_dim": 8, "intermediate_dim": 8}
-    backbone = hub.GPT2Backbone(12, max_sequence_length=9, **sizes)
-    rule = hm.PerHead({0: hm.SameSentence(9)})
-    return hm.apply_head_masks(hub.GPT2CausalLM(backbone=backbone), rule)
-
-
 def predict(model):
     for length in LENGTHS:
         model.predict(inputs_of_both(2, length), verbose=0)
@@ -44,24 +36,11 @@ def export(model):
         hm.export_saved_model(model, folder, check=False)
 
 
-def generate(model):
-    model.compile(sampler="greedy")
-    for length in LENGTHS[:2]:
-        given = {
-            "token_ids": np.full((2, length), 3),
-            "padding_mask": np.ones((2, length), "int32"),
-        }
-        given["padding_mask"][:, 3:] = 0
-        model.generate(given, stop_token_ids=None)
-
-
-tensorflow_only = pytest.mark.tensorflow
 tiled = functools.partial(both, tiled=None)
 ROUTES = [
     pytest.param(tiled, fit, tiles, id="fit, tiles of head groups"),
     pytest.param(both, predict, contextlib.nullcontext, id="predict"),
-    pytest.param(both, export, contextlib.nullcontext, id="export", marks=tensorflow_only),
-    pytest.param(causal_lm, generate, contextlib.nullcontext, id="generate", marks=tensorflow_only),
+    pytest.param(both, export, contextlib.nullcontext, id="export", marks=pytest.mark.tensorflow),
 ]
 
 

@@ -252,7 +252,8 @@ class Step(NamedTuple):
         count = tf.where(self.meets_all, self.steps.heads * self.steps.keys, 1)
         where = tf.reshape(self.at_keys, [-1])[::count] // tf.cast(count, tf.int64)
         as_rows = [tf.reshape(x, [-1, count * size]) for x in (sums, addend)]
-        return tf.reshape(added(as_rows[0], where, as_rows[1], self.steps.plan.is_gpu), [-1, size])
+        made = tf.reshape(added(as_rows[0], where, as_rows[1], self.steps.plan.is_gpu), [-1, size])
+        return tf.ensure_shape(made, sums.shape)  # which the loop expects again
 
 
 def _heads_first(tensor: Tensor) -> Tensor:

@@ -15,7 +15,7 @@ from PIL import Image
 
 import keras_headmask as hm
 from keras_headmask.attention import planner
-from keras_headmask.attention.tuning import current_tuning
+from keras_headmask.attention.scopes import current_tuning
 from keras_headmask.look.figures import COLOURS, Picture, figure_of
 from keras_headmask.look.grid import Grid, Panel, grid_of
 from keras_headmask.rules.algebra import Coverage, is_local

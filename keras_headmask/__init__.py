@@ -84,7 +84,7 @@ __all__ = [
 if TYPE_CHECKING:  # at run time `__getattr__` imports them on first use
     from keras_headmask.attention.api import dot_product_attention
     from keras_headmask.attention.flex_masks import flex_block_mask
-    from keras_headmask.attention.tuning import dense_scope
+    from keras_headmask.attention.scopes import dense_scope
     from keras_headmask.export.saved_model import ExportReport, export_saved_model
     from keras_headmask.heads import testing
     from keras_headmask.heads.leaks import Leak, LeakReport, find_leaks
@@ -117,7 +117,7 @@ if TYPE_CHECKING:  # at run time `__getattr__` imports them on first use
 _HOMES = {
     "attention.api": "dot_product_attention",
     "attention.flex_masks": "flex_block_mask",
-    "attention.tuning": "dense_scope",
+    "attention.scopes": "dense_scope",
     "export.saved_model": "ExportReport export_saved_model",
     "heads": "testing",
     "heads.leaks": "Leak LeakReport find_leaks",

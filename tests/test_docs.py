@@ -14,7 +14,7 @@ import snippets
 from fresh import run_fresh
 
 from keras_headmask.attention.kernels import FILES
-from keras_headmask.attention.tuning import Tuning
+from keras_headmask.attention.scopes import Tuning
 
 ROOT = Path(__file__).parents[1]
 PAGES = {page.stem: page.read_text("utf-8") for page in sorted((ROOT / "docs").glob("*.md"))}

@@ -22,7 +22,7 @@ from versions import SEEN_BY
 
 import keras_headmask as hm
 from keras_headmask import _keras
-from keras_headmask.attention.tuning import forward_only, is_dense_scope, is_forward_only
+from keras_headmask.attention.scopes import forward_only, is_dense_scope, is_forward_only
 from keras_headmask.layers import grouped_query, masked, multi_head
 from keras_headmask.retrofit import masked_attention, masked_model
 from keras_headmask.retrofit.adapters import adapter_of
@@ -140,10 +140,10 @@ def test_our_attributes_are_none_of_keras(stock):
 @relies_on("find", breaks="a name that moved would be missed, or its loss not be said")
 def test_a_private_name_is_looked_for_in_each_place():
     places = "keras.src.moved", "keras.src.backend.moved.nn", "keras.src.models.model.Model"
-    assert _keras.lookup.find(*places) is keras.Model
+    assert _keras.find(*places) is keras.Model
     said = rf"needs {places[0]} or {places[1]}, which Keras .* lacks. Install a version .* names"
     with pytest.raises(ImportError, match=said):
-        _keras.lookup.find(*places[:2])
+        _keras.find(*places[:2])
 
 
 @relies_on("ATTENTION_HOOKS stock_arguments", breaks="a subclass's own mask would be passed over")
@@ -302,7 +302,7 @@ def test_a_model_looks_up_how_it_is_exported(monkeypatch):
         note = lambda *_, n=name, **__: seen.append((n, is_dense_scope(), is_forward_only()))  # noqa: E731
         monkeypatch.setattr(export, f"export_{name}", note)
     dense = dict.fromkeys(("export_onnx", "export_openvino"), hm.dense_scope)
-    _keras.patches.around_exports(dense | {"export_saved_model": forward_only})
+    _keras.around_exports(dense | {"export_saved_model": forward_only})
     for name in ("onnx", "openvino", "tf_saved_model"):
         graph().export("a file", format=name)
     assert seen == [("onnx", True, False), ("openvino", True, False), ("saved_model", False, True)]
@@ -333,8 +333,8 @@ def test_what_the_inputs_of_a_functional_model_take():
 @relies_on("unpickle_model saving_lib KerasSaveable", breaks="`pickle` and `deepcopy` would fail")
 def test_pickles_call_one_function():
     function, arguments = graph().__reduce__()
-    assert function.__func__ is _keras.files.unpickle_model.__func__
-    twin = pickle.loads(pickle.dumps(_keras.files.unpickle_model))(*arguments)
+    assert function.__func__ is _keras.unpickle_model.__func__
+    twin = pickle.loads(pickle.dumps(_keras.unpickle_model))(*arguments)
     assert twin.output_shape == (None, 2)
 
 

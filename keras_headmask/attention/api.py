@@ -17,7 +17,7 @@ from keras_headmask.attention.request import (
     check_operands,
     checked_tiled,
 )
-from keras_headmask.attention.tuning import adapt_exports
+from keras_headmask.attention.scopes import adapt_exports
 from keras_headmask.masks import Length, Tensor
 from keras_headmask.rules import evaluation
 from keras_headmask.rules.base import MaskSpec, check_spec

@@ -9,7 +9,7 @@ from typing import Any
 import keras
 
 from keras_headmask._keras.tensorflow import in_vectorized_map, in_xla
-from keras_headmask.attention import fused, gathered, head_groups, kernels, tuning
+from keras_headmask.attention import fused, gathered, head_groups, kernels, scopes
 from keras_headmask.attention.head_groups import Part
 from keras_headmask.attention.request import Request
 from keras_headmask.masks import Tensor
@@ -20,12 +20,12 @@ _LOG = logging.getLogger("keras_headmask")
 
 # Gets each request, and may return the context in place of a kernel.
 _Watch = Callable[[Request, Part], Tensor | None]
-_watch: tuning.Held[_Watch | None] = tuning.Held("watch", None)
+_watch: scopes.Held[_Watch | None] = scopes.Held("watch", None)
 
 
 def watched(watch: _Watch) -> AbstractContextManager[Any]:
     """Let `watch` see each request that is made inside."""
-    return tuning.holding(_watch, watch)
+    return scopes.holding(_watch, watch)
 
 
 def choose(request: Request, part: Part) -> kernels.Kernel:
@@ -34,7 +34,7 @@ def choose(request: Request, part: Part) -> kernels.Kernel:
     Raises:
         ValueError: for `tiled=True` where nothing can be skipped.
     """
-    if tuning.is_dense_scope():
+    if scopes.is_dense_scope():
         return kernels.dense
     sizes = request.query.shape[1], request.key.shape[1], request.query_offset
     may_skip = not (request.rule is None or request.mask is not None or 0 in sizes[:2])
@@ -65,7 +65,7 @@ def choose(request: Request, part: Part) -> kernels.Kernel:
 
 def _is_known(size: Any) -> bool:
     """Whether a size is known when code is traced."""
-    if keras.backend.backend() == "torch" and tuning.is_compiling():
+    if keras.backend.backend() == "torch" and scopes.is_compiling():
         from torch.fx.experimental.symbolic_shapes import has_static_value
 
         return has_static_value(size)
@@ -101,7 +101,7 @@ def attend(request: Request) -> kernels.Result:
         return context, None
     kernel = choose(request, part)
     # (In PyTorch's compiler it would split the graph.)
-    if not (keras.backend.backend() == "torch" and tuning.is_compiling()):
+    if not (keras.backend.backend() == "torch" and scopes.is_compiling()):
         shapes = tuple(request.query.shape), tuple(request.key.shape)
         _LOG.debug("Attention of queries %s and keys %s: %s", *shapes, kernel.__name__)
     return kernel(request, part)
@@ -109,7 +109,7 @@ def attend(request: Request) -> kernels.Result:
 
 def part_of_all(request: Request) -> Part:
     """All heads, and what is known of them before a tile is cut."""
-    heads, numbers = tuple(range(request.query.shape[2])), tuning.current_tuning()
+    heads, numbers = tuple(range(request.query.shape[2])), scopes.current_tuning()
     if request.tiled:  # not by all logits where there is a choice
         numbers = dataclasses.replace(numbers, most_logits=0)
     rule = _FULL if request.rule is None else request.rule

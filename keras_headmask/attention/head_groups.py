@@ -8,7 +8,7 @@ from keras import ops
 
 from keras_headmask import _keras
 from keras_headmask.attention.logits import select_heads
-from keras_headmask.attention.tuning import Tuning
+from keras_headmask.attention.scopes import Tuning
 from keras_headmask.masks import Tensor
 from keras_headmask.rules import evaluation
 from keras_headmask.rules.algebra import is_local

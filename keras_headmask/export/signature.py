@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import keras
 
 from keras_headmask import _keras
-from keras_headmask.attention.tuning import forward_only
+from keras_headmask.attention.scopes import forward_only
 from keras_headmask.masks import Tensor
 from keras_headmask.retrofit.find import Found
 

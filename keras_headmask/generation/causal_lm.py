@@ -14,12 +14,11 @@ from typing import TYPE_CHECKING, Any
 from keras import ops
 
 from keras_headmask import _keras, masks
-from keras_headmask.attention.tuning import holding
+from keras_headmask.attention.scopes import holding
 from keras_headmask.masks import Tensor
 from keras_headmask.retrofit.adapters import attention
-from keras_headmask.retrofit.frame import Frame, opened
+from keras_headmask.retrofit.frame import STATE, Frame, LayerRule, opened, rules_of, whole_masks
 from keras_headmask.retrofit.masked_model import MaskedModel, add_kind
-from keras_headmask.retrofit.rule import STATE, LayerRule, rules_of, whole_masks
 
 _TOKENS, _PADDING = "token_ids", "padding_mask"  # the inputs of KerasHub's models
 _GENERATED = "generated"  # a mask input: true at the tokens that `generate()` writes

@@ -9,10 +9,9 @@ import numpy as np
 from keras import ops
 
 from keras_headmask import _keras, masks
-from keras_headmask.attention import observers
+from keras_headmask.attention import scopes
 from keras_headmask.retrofit.adapters import AttentionLayer, without_remat
-from keras_headmask.retrofit.find import Found
-from keras_headmask.retrofit.select import selected
+from keras_headmask.retrofit.find import Found, selected
 from keras_headmask.rules import evaluation
 from keras_headmask.rules.base import MaskSpec, id_tuple, whole_number
 from keras_headmask.rules.inputs import padding_inputs
@@ -63,7 +62,7 @@ def _forward(model: keras.Model, entries: list[AttentionLayer], inputs: Any) -> 
     """Run the model once, as in inference; each run of an attention layer as a `Seen`."""
     from keras_headmask.retrofit.observe import watched  # needs all of retrofit/
 
-    with watched(entries) as seen, without_remat(model), observers.without_gradients():
+    with watched(entries) as seen, without_remat(model), scopes.without_gradients():
         model(inputs, training=False)
     if not seen:
         raise ValueError(

@@ -7,7 +7,7 @@ import keras
 from keras import ops
 
 from keras_headmask import _keras
-from keras_headmask.attention import observers
+from keras_headmask.attention import scopes
 from keras_headmask.layers import loading
 from keras_headmask.layers.masked import MaskedAttention
 from keras_headmask.masks import Mask, Tensor
@@ -111,7 +111,7 @@ class PerHeadMaskedGroupedQueryAttention(MaskedAttention, keras.layers.GroupQuer
         every = [ops.repeat(x, self.num_repeats, axis=2) for x in of_keys]
         return super()._by_hook([query, *every], mask, training, wants_scores, bias)
 
-    @observers.asking
+    @scopes.asking
     def _compute_attention(
         self,
         query: Tensor,
@@ -123,7 +123,7 @@ class PerHeadMaskedGroupedQueryAttention(MaskedAttention, keras.layers.GroupQuer
         return_attention_scores: bool | None = None,
         attention_bias: Tensor | None = None,
     ) -> tuple[Tensor, Tensor | None]:
-        seen, wants_scores = observers.as_seen(self), return_attention_scores
+        seen, wants_scores = scopes.as_seen(self), return_attention_scores
         wants_scores = _keras.wants_scores(self) if wants_scores is None else wants_scores
         if use_causal_mask:
             attention_mask = self._and_causal(attention_mask, query, key)

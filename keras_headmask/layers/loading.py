@@ -10,7 +10,7 @@ from typing import Any
 from keras import ops
 
 from keras_headmask import _keras
-from keras_headmask.attention.tuning import adapt_exports
+from keras_headmask.attention.scopes import adapt_exports
 from keras_headmask.masks import Tensor
 from keras_headmask.rules.base import MaskSpec
 
@@ -21,7 +21,7 @@ def change_keras(ours: str, stock: str) -> None:
 
     A list of layers is filed by class name: under one name, these and Keras' share their files.
     """
-    _keras.files.file_weights_under(ours, stock)
+    _keras.file_weights_under(ours, stock)
     adapt_exports()
 
 
@@ -50,7 +50,7 @@ def check_is_built(layer: Any, store: Any) -> None:
     """
     if layer.built:
         return
-    if _keras.files.has_in_file(store, _keras.files.query_in_files(layer)):
+    if _keras.has_in_file(store, _keras.query_in_files(layer)):
         layer._missed_weights = True
     if layer._missed_weights:
         raise ValueError(

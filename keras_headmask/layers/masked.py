@@ -8,7 +8,7 @@ import keras
 from keras import ops
 
 from keras_headmask import _keras, masks
-from keras_headmask.attention import observers
+from keras_headmask.attention import scopes
 from keras_headmask.attention.choose import attend
 from keras_headmask.attention.logits import Changes
 from keras_headmask.attention.request import (
@@ -161,7 +161,7 @@ class MaskedAttention(keras.Layer):
             return self._over_several_axes(query, value, key, outside, *how, use_causal_mask)
         projections = zip(_keras.projections(self)[:3], (query, key, value), strict=True)
         operands = [projection(x) for projection, x in projections]
-        spec = None if observers.are_rules_off() or not self._restricts else self._mask_spec
+        spec = None if scopes.are_rules_off() or not self._restricts else self._mask_spec
         if self._has_hooks():
             merged = self._merged(spec, mask_inputs, query, value, offset, use_causal_mask, outside)
             context, scores = self._by_hook(operands, merged, *how, bias)
@@ -252,7 +252,7 @@ class MaskedAttention(keras.Layer):
     def _has_hooks(self) -> bool:
         """Whether masks are merged by Keras' hooks: for a subclass, a flash kernel, an observer."""
         ours = self._ours()
-        special = _keras.flash(self) or observers.is_overridden(self, _keras.COMPUTE_ATTENTION)
+        special = _keras.flash(self) or scopes.is_overridden(self, _keras.COMPUTE_ATTENTION)
         return bool(special) or any(
             hook in vars(self) or getattr(type(self), hook) is not getattr(ours, hook)
             for hook in _keras.ATTENTION_HOOKS
@@ -289,7 +289,7 @@ class MaskedAttention(keras.Layer):
         fused = attention_mask is None and not wants_scores and self.dropout == 0
         fused = fused and value.shape[-1] == key.shape[-1]
         fused = fused and keras.backend.standardize_dtype(query.dtype) != "float16"
-        if (fused or observers.uses_flash(self)) and bias is None:
+        if (fused or scopes.uses_flash(self)) and bias is None:
             context, scores = stock(query, key, value, attention_mask, training, wants_scores)
             if attention_mask is not None:
                 context = masks.zero_dead_rows(context, attention_mask)

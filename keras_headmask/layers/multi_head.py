@@ -6,7 +6,7 @@ from typing import Any
 import keras
 
 from keras_headmask import _keras
-from keras_headmask.attention import observers
+from keras_headmask.attention import scopes
 from keras_headmask.layers import loading
 from keras_headmask.layers.masked import MaskedAttention
 from keras_headmask.masks import Mask, Tensor
@@ -105,7 +105,7 @@ class PerHeadMaskedMultiHeadAttention(MaskedAttention, keras.layers.MultiHeadAtt
         loading.change_keras("PerHeadMaskedMultiHeadAttention", "MultiHeadAttention")
         self._obey(mask_spec, tiled, flash_attention)
 
-    @observers.asking
+    @scopes.asking
     def _compute_attention(
         self,
         query: Tensor,
@@ -117,7 +117,7 @@ class PerHeadMaskedMultiHeadAttention(MaskedAttention, keras.layers.MultiHeadAtt
         use_causal_mask: bool = False,
         attention_bias: Tensor | None = None,
     ) -> tuple[Tensor, Tensor | None]:
-        stock = super(PerHeadMaskedMultiHeadAttention, observers.as_seen(self))._compute_attention
+        stock = super(PerHeadMaskedMultiHeadAttention, scopes.as_seen(self))._compute_attention
         rest = training, return_attention_scores
         if len(query.shape) != 4:  # more than one attention axis
             more = {"use_causal_mask": True} if use_causal_mask else {}

@@ -14,7 +14,7 @@ import keras
 from keras import ops
 
 from keras_headmask import _keras, masks
-from keras_headmask.attention import observers
+from keras_headmask.attention import scopes
 from keras_headmask.attention.logits import Changes
 from keras_headmask.rules.base import MaskSpec
 from keras_headmask.rules.positions import Window
@@ -84,7 +84,7 @@ class Attention:
     @property
     def has_own_code(self) -> bool:
         """Whether code of the class, or a flash kernel, computes, and gets the rule as a mask."""
-        return observers.uses_flash(self.layer) or self.overridden is not None
+        return scopes.uses_flash(self.layer) or self.overridden is not None
 
     @property
     def dropout_layer(self) -> Any:
@@ -356,7 +356,7 @@ class T5(Attention):
             changed["position_bias"] = ops.where(masks.lift(mask), bias, hidden)
         names = _keras.argument_names(self.layer)
         taken = {k: x for k, x in (arguments | changed).items() if k in names}
-        seen = observers.standing_in(self.layer, {"dropout_layer": drop})
+        seen = scopes.standing_in(self.layer, {"dropout_layer": drop})
         output, _, cache = compute.__func__(seen, **taken)
         return (output, bias, cache), probabilities[0]
 
@@ -476,7 +476,7 @@ def without_remat(root: keras.Layer) -> Iterator[None]:
     with contextlib.ExitStack() as stack:
         for layer in _keras.layers_of(root):
             if _keras.remat_mode(layer) is not None:
-                stack.enter_context(observers.overriding(layer, name, as_it_is))
+                stack.enter_context(scopes.overriding(layer, name, as_it_is))
         yield
 
 

@@ -1,12 +1,16 @@
 """A mask for every head of a model people already have."""
 
+import dataclasses
 import json
+import pathlib
 import re
-from collections.abc import Callable, Mapping
+import tempfile
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import keras
 
+from keras_headmask import _keras
 from keras_headmask.retrofit.adapters import (
     OF_KERAS,
     AttentionLayer,
@@ -14,17 +18,26 @@ from keras_headmask.retrofit.adapters import (
     errors_naming,
     holds,
 )
-from keras_headmask.retrofit.copying import copied
-from keras_headmask.retrofit.find import Found
-from keras_headmask.retrofit.frame import ALONE, in_own_function
+from keras_headmask.retrofit.find import Found, specs_by_layer
+from keras_headmask.retrofit.frame import (
+    ALONE,
+    STATE,
+    LayerRule,
+    Source,
+    in_own_function,
+    is_masked,
+    names_in,
+    rules_of,
+    spec_of,
+)
 from keras_headmask.retrofit.masked_model import MaskedModel, drop_compiled, masked, unmask
-from keras_headmask.retrofit.rule import STATE, LayerRule, is_masked, rules_of, spec_of
-from keras_headmask.retrofit.select import specs_by_layer
-from keras_headmask.retrofit.sources import check_inputs, new_inputs, sources_of
 from keras_headmask.rules import config
-from keras_headmask.rules.base import MaskSpec, check_heads, restricts
+from keras_headmask.rules.base import MaskSpec, check_heads, leaves, merged_inputs, restricts
+from keras_headmask.rules.protocol import InputType
 from keras_headmask.rules.words import aligned, numbers_in_words
 
+Planned = list[tuple[AttentionLayer, LayerRule]]
+Pairs = list[tuple[Any, Any]]  # each layer with its twin in the copy; the model itself, too
 _WAYS = ("error", "and", "replace")
 
 
@@ -279,3 +292,258 @@ def unmasked(model: keras.Model) -> keras.Model:
     """
     found = Found(model)
     return unmask(copied(model, found.untracked)[0])
+
+
+# --- Which inputs rules read ----------------------------------------------------------------------
+
+
+def check_inputs(found: Found, planned: Planned, add_inputs: bool) -> None:
+    """Raise if a rule reads something that the inputs of the model cannot give it."""
+    inputs = None if found.graph is None else found.graph.input
+    if isinstance(inputs, dict):
+        read = {name for _, rule in planned for name in rule.spec.inputs}
+        other = {key: t.name for key, t in inputs.items() if hasattr(t, "name") and t.name != key}
+        if wrong := sorted(k for k, name in other.items() if k in read or name in read):
+            raise ValueError(
+                f"The model takes its input {wrong[0]!r} under that key, but the tensor is named "
+                f"{other[wrong[0]]!r}, so the rule is ambiguous. Give keras.Input the name of its "
+                "key."
+            )
+    for entry, rule in planned:
+        ids = [name for name, kind in rule.spec.inputs.items() if kind.rank is not None]
+        if ids and entry.runs_on_two:
+            raise ValueError(
+                f"The attention layer {entry} is called on two sequences, or on one that a "
+                f"further input changes between the calls, and {ids} belong to one sequence. Give "
+                "the rule to the model that both share (`apply_head_masks(encoder, ...)`), and "
+                "call the result on each with its own ids."
+            )
+    new = new_inputs(found.inputs, [rule for _, rule in planned])
+    taken = {layer.name for layer in found.model.layers}
+    if clash := sorted(taken & set(new)):
+        raise ValueError(
+            f"The rule reads {clash[0]!r}. The model has no such input, and none can be added, "
+            "since a layer has that name. Give the mask input another name."
+        )
+    if new and not add_inputs:
+        example = _example(found.inputs, planned, new)
+        raise ValueError(
+            f"The rule reads {sorted(new)}, and the model has no inputs of those names. Its inputs "
+            f"are {sorted(found.inputs)}. "
+            + (f"Name one of them in the rule ({example}), or pass " if example else "Pass ")
+            + "add_inputs=True, which adds what is missing as new inputs of the model."
+        )
+
+
+def _example(inputs: Mapping[str, Any], planned: Planned, new: Mapping[str, Any]) -> str:
+    """For an error: a leaf whose input the model lacks, as code that names one it has.
+
+    Empty for a rule on ids of a model that takes none, such as one of embeddings.
+    """
+    by_position = [
+        tensor
+        for tensor in inputs.values()
+        if len(tensor.shape) == 2 and "float" not in tensor.dtype
+    ]
+    if not by_position and all(len(tensor.shape) == 2 for tensor in new.values()):
+        return ""
+    all_leaves: list[Any] = [leaf for _, rule in planned for leaf in leaves(rule.spec)]
+    for leaf in all_leaves:
+        name: Any = getattr(leaf, "input", None)
+        kind = leaf.inputs.get(name)
+        if name in new and kind is not None and kind.rank is not None:
+            fitting = [
+                tensor.name
+                for tensor in by_position
+                if ("mask" in tensor.name) == (kind.dtype == "bool")
+            ]
+            if fitting:
+                best = min(fitting, key=lambda name: ("id" not in name, name))
+                return f"`{dataclasses.replace(leaf, input=best)}`"
+    return "its `input` argument"
+
+
+def sources_of(
+    entry: AttentionLayer, spec: MaskSpec, available: Mapping[str, Any]
+) -> dict[str, Source]:
+    """The one of the `available` inputs, or the pair, from which each name in `spec` is read."""
+    sources: dict[str, Source] = {}
+    for name, kind in spec.inputs.items():
+        if entry.kind == "self" or kind.rank is None:
+            sources[name] = name
+        elif kind.sides == {"query"}:
+            sources[name] = (name, None)
+        elif kind.sides == {"key"}:
+            sources[name] = (None, name)
+        else:
+            pairs = (f"decoder_{name}", f"encoder_{name}"), (f"query_{name}", f"key_{name}")
+            known_pairs = [pair for pair in pairs if set(pair) <= set(available)]
+            if entry.kind == "unclear" and not known_pairs:
+                raise ValueError(
+                    f"{entry.why_unclear} Name the layer by 'self' or 'cross' "
+                    "(`MultiHeadAttention(..., name='self_attention')`), or give the model the "
+                    f"inputs {pairs[1]}, which say the side of {name!r}."
+                )
+            sources[name] = known_pairs[0] if known_pairs else pairs[1]
+    return sources
+
+
+def new_inputs(available: Mapping[str, Any], rules: Iterable[LayerRule]) -> dict[str, Any]:
+    """A `keras.Input` for each name that is not `available`; what is there is checked."""
+    kinds: dict[str, InputType] = {}
+    heads: dict[str, int] = {}
+    rules = list(rules)
+    merged_inputs(tuple(rule.spec for rule in rules))  # raises for one name of two kinds
+    for rule in rules:
+        for name, source in rule.sources.items():
+            kind = rule.spec.inputs[name]
+            for place in names_in(source):
+                known = kinds.get(place, kind)
+                dtype = known.dtype if known.dtype == kind.dtype else "int32"
+                kinds[place] = kind._replace(dtype=dtype)
+                if kind.rank is None and heads.setdefault(place, rule.num_heads) != rule.num_heads:
+                    raise ValueError(
+                        f"The whole mask {place!r} is read by layers of {heads[place]} and of "
+                        f"{rule.num_heads} heads. Give each its own name."
+                    )
+    new = {}
+    for name, kind in sorted(kinds.items()):
+        if name not in available:
+            shape = (None,) if kind.rank is not None else (heads[name], None, None)
+            new[name] = keras.Input(shape, dtype=kind.dtype, name=name)
+            continue
+        tensor = available[name]
+        if kind.rank is not None and len(tensor.shape) != 2:
+            raise ValueError(
+                f"The mask spec reads {name!r} as one value per position, (batch, length), but the "
+                f"model's input of that name has shape {tuple(tensor.shape)}. Give the mask input "
+                "another name."
+            )
+        if "float" in tensor.dtype:
+            raise TypeError(
+                f"The mask spec reads the model's input {name!r}, which has dtype {tensor.dtype}: "
+                "ids must be integers or booleans, since floats get rounded. Give the mask input "
+                "another name."
+            )
+    return new
+
+
+# --- Copies ---------------------------------------------------------------------------------------
+
+
+def copied(model: keras.Model, untracked: list[str]) -> tuple[Any, Pairs]:
+    """A copy of `model` with its rules, weights and training state, and its layers with theirs.
+
+    `untracked`: weights that it reads and Keras does not track.
+    """
+    unregistered: dict[str, type] = {}
+    for layer in _keras.layers_of(model):
+        cls = _class_in_config(layer)
+        name = cls.__name__
+        is_known = keras.saving.get_registered_name(cls) != name or cls.__module__.startswith(
+            ("keras.", "keras_hub.")
+        )
+        if not is_known and unregistered.setdefault(name, cls) is not cls:
+            raise ValueError(
+                f"Copying the model '{model.name}' is not possible: its config would confuse two "
+                f"classes named '{name}'. Register them under two names, by "
+                "keras.saving.register_keras_serializable, or, for a rule, pass copy=False, which "
+                "masks the model itself."
+            )
+    try:
+        if untracked:
+            raise ValueError(
+                f"it uses weights that Keras does not track, so a copy would lack them: "
+                f"{untracked}. Assign the layers that have them to attributes of those "
+                "that call them."
+            )
+        config = keras.saving.serialize_keras_object(model)
+        config.pop("compile_config", None)
+        twin = keras.saving.deserialize_keras_object(
+            config, custom_objects=unregistered, safe_mode=False
+        )
+        _check_all_there(model, twin)
+        pairs = _in_pairs(model, twin)
+        _copy_training_state(pairs)
+        _copy_weights(model, twin)
+        _copy_other_state(pairs)
+        _keras.copy_values(model, twin)
+    except Exception as error:  # (the config of a layer may raise anything)
+        raise ValueError(
+            f"Copying the model '{model.name}' is not possible: {error} Fix that, or, for a rule, "
+            "pass copy=False, which masks the model itself."
+        ) from error
+    return twin, pairs
+
+
+def _class_in_config(layer: Any) -> type:
+    """The class that a config names: layers of masked models have classes made for each."""
+    return getattr(type(layer), "_stock_class", type(layer))
+
+
+def _in_pairs(source: keras.Model, target: keras.Model) -> Pairs:
+    """The layers of both by the paths that files have, each before the layers inside it.
+
+    A layer without state may lack a twin: KerasHub's preprocessors make some at their first text.
+    """
+    twins = _keras.layers_in_file(target)
+    pairs = []
+    for path, layer in _keras.layers_in_file(source).items():
+        twin = twins.get(path)
+        if _class_in_config(twin) is _class_in_config(layer):
+            pairs.append((layer, twin))
+        elif layer.weights or hasattr(layer, "save_assets"):
+            raise ValueError(
+                f"its config makes a model without the layer {path!r} ({type(layer).__name__}), "
+                "whose state would be lost."
+            )
+    return pairs
+
+
+def _copy_training_state(pairs: Pairs) -> None:
+    """Adapters, what is rematerialised, and which layers are frozen: no config holds them."""
+    for layer, twin in pairs:
+        if getattr(twin, "compiled", False):
+            _keras.uncompile(twin, layer)
+        if getattr(layer, "lora_enabled", False) and not getattr(twin, "lora_enabled", False):
+            twin.enable_lora(layer.lora_rank, lora_alpha=layer.lora_alpha)
+        _keras.set_remat_mode(twin, _keras.remat_mode(layer))  # the RematScope of when it was built
+    for layer, twin in pairs:  # from the outside in, since setting it sets all layers inside
+        if twin.trainable != layer.trainable:
+            twin.trainable = layer.trainable
+
+
+def _check_all_there(source: keras.Model, target: keras.Model) -> None:
+    if len(target.weights) < len(source.weights):
+        inside = {id(w) for x in _keras.operations(source) for w in getattr(x, "weights", ())}
+        tracked = _keras.sublayers(source)
+        if missing := [x.name for x in tracked if any(id(w) not in inside for w in x.weights)]:
+            raise ValueError(
+                f"it holds layers outside of its graph, which no config holds: {missing}."
+            )
+
+
+def _copy_other_state(pairs: Pairs) -> None:
+    """State outside the weights: what layers derive from them, and vocabularies."""
+    for layer, twin in pairs:
+        if hasattr(layer, "finalize_state"):  # a Normalization, say, that was adapted
+            store: dict[str, Any] = {}
+            layer.save_own_variables(store)
+            twin.load_own_variables({k: keras.ops.convert_to_numpy(v) for k, v in store.items()})
+        if hasattr(layer, "save_assets"):
+            with tempfile.TemporaryDirectory() as folder:
+                layer.save_assets(folder)
+                if any(pathlib.Path(folder).iterdir()):
+                    twin.load_assets(folder)
+
+
+def _copy_weights(source: keras.Model, target: keras.Model) -> None:
+    if [w.shape for w in target.weights] == [w.shape for w in source.weights]:
+        for new, weight in zip(target.weights, source.weights, strict=True):
+            new.assign(keras.ops.copy(weight.value))  # JAX and torch would share the memory
+            new.trainable = weight.trainable  # LoRA freezes the kernel alone, not its layer
+        return
+    with tempfile.TemporaryDirectory() as folder:  # LoRA's, say, which files merge into the kernels
+        file = str(pathlib.Path(folder) / "model.weights.h5")
+        source.save_weights(file)
+        target.load_weights(file)

@@ -1,4 +1,4 @@
-"""What the masked models that run now were called with, for the attention inside them to find.
+"""Rules of a masked model, and the frame in which its attention finds what they read.
 
 A masked model opens a frame around its stock `call`. A frame belongs to one call in one thread, so
 a model may run in many threads at once. Each model that runs, one inside another perhaps, has its
@@ -6,7 +6,11 @@ tensors there; each rule names the model that it belongs to.
 """
 
 import contextlib
-from collections.abc import Iterator, Mapping
+import dataclasses
+import functools
+import json
+import operator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from contextvars import ContextVar
 from typing import Any, NamedTuple
@@ -14,8 +18,123 @@ from typing import Any, NamedTuple
 import keras
 
 from keras_headmask import _keras
-from keras_headmask.attention.tuning import holding
-from keras_headmask.retrofit.rule import LayerRule
+from keras_headmask.attention.scopes import holding
+from keras_headmask.rules import base
+from keras_headmask.rules.base import MaskSpec, leaves
+from keras_headmask.rules.protocol import Sides
+
+Source = str | tuple[str | None, str | None]
+Tensors = Mapping[str, Any]
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class LayerRule:
+    """A rule of one attention layer, and the names of the inputs that it reads.
+
+    `sources` maps each name that the spec reads to an input of the model, or to a pair of them,
+    `(query_side, key_side)`. `owner` is the masked model whose inputs these are. A rule that
+    `replaces` ends that of a layer of ours. In cross-attention (`is_cross`) the positions of
+    queries start at 0, however many keys there are.
+    """
+
+    spec: MaskSpec
+    num_heads: int
+    sources: Mapping[str, Source] = dataclasses.field(default_factory=dict)
+    replaces: bool = False
+    owner: Any = None
+    is_cross: bool = False
+
+    @functools.cached_property
+    def restricts(self) -> bool:
+        """Whether the rule hides any key from any head."""
+        return base.restricts(self.spec, self.num_heads)
+
+    @functools.cached_property
+    def reads(self) -> list[str]:
+        """The names of the inputs that a call of the model must have."""
+        return sorted({name for source in self.sources.values() for name in names_in(source)})
+
+    def inputs_from(self, tensors: Tensors) -> dict[str, Any]:
+        """The mask inputs of the spec, taken from `tensors` by name."""
+
+        def side(name: str | None) -> Any:
+            return None if name is None else tensors[name]
+
+        return {
+            name: side(source) if isinstance(source, str) else tuple(map(side, source))
+            for name, source in self.sources.items()
+        }
+
+    @functools.cached_property
+    def _prepared_names(self) -> list[tuple[MaskSpec, dict[str, Sides]]]:
+        return [
+            (leaf, {name: prepared_names(leaf, name, self.sources) for name in leaf.inputs})
+            for leaf in leaves(self.spec)
+        ]
+
+    def prepared(self, tensors: Tensors) -> dict[MaskSpec, dict[str, Sides]]:
+        """By leaf of the spec, what the model prepared for it and `tensors` holds."""
+        prepared = {}
+        for leaf, names in self._prepared_names:
+            sides = [side for pair in names.values() for side in pair if side is not None]
+            if sides and all(side in tensors for side in sides):
+                prepared[leaf] = {
+                    name: Sides(*(None if side is None else tensors[side] for side in pair))
+                    for name, pair in names.items()
+                }
+        return prepared
+
+
+def names_in(source: Source) -> list[str]:
+    return [name for name in ((source,) if isinstance(source, str) else source) if name is not None]
+
+
+def whole_masks(rules: Iterable[LayerRule]) -> set[str]:
+    """The names of what `rules` read that are masks of queries and keys."""
+    return {
+        place
+        for rule in rules
+        for name, source in rule.sources.items()
+        if rule.spec.inputs[name].rank is None
+        for place in names_in(source)
+    }
+
+
+def prepared_names(leaf: MaskSpec, name: str, sources: Mapping[str, Source]) -> Sides:
+    """The names of the tensors that are prepared for an input of a leaf, one for each side."""
+    source = sources[name]
+    config = json.dumps(leaf.get_config(), sort_keys=True)  # (two classes may have one repr)
+    if isinstance(source, str):
+        return Sides(f"{config} of {source}", f"{config} of {source}")
+    of_both = ", ".join(names_in(source))
+    sides = zip(source, ("queries", "keys"), strict=True)
+    return Sides(*(None if s is None else f"{config} of {of_both}: {side}" for s, side in sides))
+
+
+# --- What an attention layer obeys ----------------------------------------------------------------
+
+STATE = "headmask_state"  # the one attribute of ours on a layer or model; Keras does not track it
+
+
+def is_masked(layer: Any) -> bool:
+    """Whether it is a masked model or a part of one: its class was made for a stock class."""
+    return hasattr(type(layer), "_stock_class")
+
+
+def rules_of(layer: Any) -> tuple[LayerRule, ...]:
+    """The rules that an attention layer obeys, that of the innermost model first."""
+    return getattr(vars(layer)[STATE], "rules", ()) if is_masked(layer) else ()
+
+
+def spec_of(layer: Any) -> MaskSpec | None:
+    """All that an attention layer obeys: its own `mask_spec`, unless replaced, and its rules."""
+    rules, own = rules_of(layer), getattr(layer, "mask_spec", None)
+    specs = [] if own is None or any(rule.replaces for rule in rules) else [own]
+    specs += [rule.spec for rule in rules]
+    return functools.reduce(operator.and_, specs) if specs else None
+
+
+# --- The frame ------------------------------------------------------------------------------------
 
 # In place of tensors, while Keras infers the shapes of a graph: these depend on no rule.
 SHAPES: Any = "shapes alone"

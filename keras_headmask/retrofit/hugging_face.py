@@ -16,7 +16,7 @@ from typing import Any
 import keras
 
 from keras_headmask.retrofit.adapters import AttentionLayer
-from keras_headmask.retrofit.select import specs_by_layer
+from keras_headmask.retrofit.find import specs_by_layer
 from keras_headmask.rules.base import check_heads, restricts
 from keras_headmask.rules.evaluation import Lengths, bind, check_inputs, mask_of_all_heads
 

@@ -13,7 +13,7 @@ import keras
 from keras import ops
 
 from keras_headmask import _keras, masks
-from keras_headmask.attention import observers
+from keras_headmask.attention import scopes
 from keras_headmask.attention.choose import attend
 from keras_headmask.attention.request import Request, all_that_restricts, bound_to
 from keras_headmask.layers.call_checks import is_zero
@@ -21,14 +21,17 @@ from keras_headmask.layers.masked import MaskedAttention
 from keras_headmask.retrofit.adapters import Attention, adapted, errors_naming, offset_of_call
 from keras_headmask.retrofit.frame import (
     ALONE,
+    STATE,
+    LayerRule,
     current_frame,
     in_frame,
     is_filing,
+    is_masked,
     moved,
+    rules_of,
     tensors_for,
     tensors_of,
 )
-from keras_headmask.retrofit.rule import STATE, LayerRule, is_masked, rules_of
 from keras_headmask.rules import evaluation
 from keras_headmask.rules.base import MaskSpec, restricts
 
@@ -100,9 +103,9 @@ def become(layer: Any, kind: Any, filed_as: str | None = None) -> None:
         _made[stock, kind] = made = type(stock)(stock.__name__, (kind, stock), body)
         # (Not registered: KerasHub would take a class among the custom objects for one of its own.)
         if filed_as is None:
-            _keras.files.file_as(made, stock)
+            _keras.file_as(made, stock)
         else:
-            _keras.files.file_under(made, filed_as)
+            _keras.file_under(made, filed_as)
     object.__setattr__(layer, "__class__", _made[stock, kind])
 
 
@@ -148,7 +151,7 @@ def hook(layer: Any) -> Callable:
         adapter = adapted(layer)
         arguments = adapter.arguments(*args, **kwargs)
         current_frame().used.add(id(layer))
-        given = () if observers.are_rules_off() else rules_of(layer)
+        given = () if scopes.are_rules_off() else rules_of(layer)
         rules = [x for x in given if x.restricts and tensors_for(x, layer) is not None]
         if rules:
             attended = _under if adapter.softmax is None else _by_softmax
@@ -157,9 +160,9 @@ def hook(layer: Any) -> Callable:
             context, probabilities = without_rules(adapter, arguments)
         return (context, probabilities) if adapter.gives_pair(arguments) else context
 
-    @observers.asks
+    @scopes.asks
     def compute_attention(*args: Any, **kwargs: Any) -> Any:
-        return observers.run(layer, name, compute, *args, **kwargs)
+        return scopes.run(layer, name, compute, *args, **kwargs)
 
     return compute_attention
 
@@ -170,7 +173,7 @@ def without_rules(adapter: Attention, arguments: Arguments) -> tuple[Any, Any]:
     if arguments["return_attention_scores"] and not brings_both:
         attended = _under if adapter.softmax is None else _by_softmax
         return attended(adapter, [], arguments)
-    seen = observers.as_seen(adapter.layer)
+    seen = scopes.as_seen(adapter.layer)
     return adapter.called(getattr(type(seen), adapter.hook).__get__(seen), arguments)
 
 
@@ -259,7 +262,7 @@ def _by_softmax(
         results.append(probabilities)
         return probabilities
 
-    seen = observers.standing_in(adapter.layer, {adapter.softmax: softmax})
+    seen = scopes.standing_in(adapter.layer, {adapter.softmax: softmax})
     context, _ = adapter.called(getattr(type(seen), adapter.hook).__get__(seen), arguments)
     return context, results[-1]
 

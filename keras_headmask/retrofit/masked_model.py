@@ -8,18 +8,31 @@ import dataclasses
 import functools
 import gc
 import inspect
-from collections.abc import Callable, Iterable, Mapping
+import json
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from typing import Any
 
 import keras
 
 from keras_headmask import _keras, masks
-from keras_headmask.attention import observers
-from keras_headmask.attention.tuning import adapt_exports
+from keras_headmask.attention import scopes
+from keras_headmask.attention.scopes import adapt_exports
 from keras_headmask.layers.call_checks import supports_unknown_lengths
-from keras_headmask.retrofit.adapters import attention, holds
-from keras_headmask.retrofit.frame import ALONE, SHAPES, current_frame, filing, is_filing, opened
+from keras_headmask.retrofit.adapters import adapted, attention, holds
+from keras_headmask.retrofit.frame import (
+    ALONE,
+    SHAPES,
+    STATE,
+    LayerRule,
+    current_frame,
+    filing,
+    is_filing,
+    names_in,
+    opened,
+    prepared_names,
+    rules_of,
+)
 from keras_headmask.retrofit.masked_attention import (
     Part,
     Remats,
@@ -28,18 +41,7 @@ from keras_headmask.retrofit.masked_attention import (
     become_stock,
     obey,
 )
-from keras_headmask.retrofit.rule import (
-    STATE,
-    LayerRule,
-    entries,
-    names_in,
-    prepared_names,
-    rules_config,
-    rules_from_config,
-    rules_of,
-    stock_and_rules,
-)
-from keras_headmask.rules.base import leaves
+from keras_headmask.rules.base import MaskSpec, check_heads, leaves
 from keras_headmask.rules.protocol import Sides
 
 _FILED_AS = "keras_headmask>HeadMaskedModel"
@@ -82,7 +84,7 @@ class InnerModel(Compiles, Part):
         state = vars(owner)[STATE]
         rules = [rule for layer in attention(self) for rule in rules_of(layer)]
         passed = state.passed_on.get(id(self), set())
-        if id(owner) in current_frame().tensors or observers.are_rules_off():
+        if id(owner) in current_frame().tensors or scopes.are_rules_off():
             return contextlib.nullcontext()
         if not all(rule.owner is owner and passed.issuperset(rule.reads) for rule in rules):
             return contextlib.nullcontext()  # then the attention inside raises
@@ -98,7 +100,7 @@ class MaskedModel(Compiles):
         if state.waiting and current_frame().tensors.get(id(self)) is SHAPES:
             return call(*args, **kwargs)  # to make layers
         state.make_whole(self, lambda: self.compute_output_spec(*args, **kwargs))
-        off = observers.are_rules_off()
+        off = scopes.are_rules_off()
         tensors = {} if off else state.prepared(named_inputs(self, call, args, kwargs))
         with opened({self: tensors}) as frame:
             outputs = call(*args, **kwargs)
@@ -135,7 +137,7 @@ class MaskedModel(Compiles):
         return keras.tree.flatten(self.output)
 
     def get_config(self) -> dict[str, Any]:
-        if _keras.files.in_hdf5():
+        if _keras.in_hdf5():
             raise ValueError(
                 f"A whole model in HDF5 cannot hold the rules of '{self.name}': its reader knows "
                 "no classes made for rules. Save `model.keras`, or `model.weights.h5` alone."
@@ -143,7 +145,7 @@ class MaskedModel(Compiles):
         state, layers = vars(self)[STATE], attention(self)
         if state.stock is None:  # always the same object: files know shared layers by id
             state.stock = object.__new__(type(self)._stock_class)
-        vars(state.stock).update(observers.attributes(self))
+        vars(state.stock).update(scopes.attributes(self))
         del vars(state.stock)[STATE]
         if state.stock_inputs is not None:
             _keras.set_inputs(state.stock, state.stock_inputs)
@@ -175,7 +177,7 @@ class MaskedModel(Compiles):
 
     def __reduce__(self) -> Any:
         # (Pickle cannot find the class by its name.)
-        return _keras.files.unpickle_model, super().__reduce__()[1]
+        return _keras.unpickle_model, super().__reduce__()[1]
 
 
 class ModelState:
@@ -306,7 +308,7 @@ def masked(
 def _change_keras() -> None:
     """Change what Keras does with masked models, once there is one."""
     adapt_exports()
-    _keras.patches.before_cloning(_check_cloned)
+    _keras.before_cloning(_check_cloned)
 
 
 def _check_cloned(model: keras.Model) -> None:
@@ -365,6 +367,72 @@ def _passed_on(graph: Any) -> dict[int, set[str]]:
             names = {inner.name for x, inner in taken if x is own.get(inner.name)}
             passed[id(node.operation)] = passed.get(id(node.operation), names) & names
     return passed
+
+
+# --- Files ----------------------------------------------------------------------------------------
+
+_FORMAT = 1  # of the configs of masked models
+_WAY_OUT = "Was it edited, or saved with another version of its code? Save the masked model again."
+
+
+def rules_config(rules: list[tuple[int, LayerRule]]) -> list[dict[str, Any]]:
+    """The rules as JSON, each with the numbers of its layers and the names of what it reads."""
+    parts: dict[str, tuple[dict[str, Any], list[int]]] = {}
+    for place, rule in rules:
+        part: dict[str, Any] = {"spec": rule.spec.get_config()}
+        if rule.sources:
+            part["inputs"] = dict(rule.sources)
+        if rule.replaces:
+            part["replaces"] = True
+        if rule.is_cross:
+            part["is_cross"] = True
+        _, places = parts.setdefault(json.dumps(part, sort_keys=True), (part, []))
+        places.append(place)
+    return [{"layers": places} | part for part, places in parts.values()]
+
+
+def rules_from_config(
+    config: Any, attention: list[keras.Layer], name: str
+) -> Iterator[tuple[keras.Layer, LayerRule]]:
+    """The layers and rules of what `rules_config` returned; the rules have no owner yet."""
+    for part in config:
+        of_spec, places = entries(part, "spec", "layers")
+        read = part.get("inputs", {}).items()
+        sources = {k: x if isinstance(x, str) else tuple(x) for k, x in read}
+        wrong = [x for x in places if type(x) is not int or not 0 <= x < len(attention)]
+        if wrong or not places:
+            raise ValueError(
+                f"A saved rule must name attention layers of '{name}', which has "
+                f"{len(attention)}, numbered from 0. Received: {places}. {_WAY_OUT}"
+            )
+        for layer in (attention[place] for place in places):
+            spec, num_heads = MaskSpec.from_config(of_spec), adapted(layer).num_heads
+            check_heads(spec, num_heads)
+            flags = {flag: part.get(flag, False) for flag in ("replaces", "is_cross")}
+            yield layer, LayerRule(spec, num_heads, sources, **flags)
+
+
+def entries(config: Any, *keys: str) -> list[Any]:
+    """The values of `keys`, each of which a file must hold."""
+    values = dict(config) if isinstance(config, Mapping) else {}
+    if lacking := [key for key in keys if key not in values]:
+        raise ValueError(
+            f"The file of a masked model lacks {lacking}, which format {_FORMAT} of "
+            f"keras_headmask has. Received: {sorted(values)}. {_WAY_OUT}"
+        )
+    return [values[key] for key in keys]
+
+
+def stock_and_rules(config: Any, custom_objects: Any) -> tuple[Any, list[Any]]:
+    """The stock model in the config of a masked one, and the configs of its rules."""
+    of_stock, of_rules = entries(config, "model", "rules")
+    if not isinstance(of_rules, (list, tuple)) or not of_rules:
+        raise ValueError(
+            "The file of a masked model has no rule in 'rules', so the model would run without "
+            f"its mask. Received: {of_rules!r}. {_WAY_OUT}"
+        )
+    model = keras.saving.deserialize_keras_object(of_stock, custom_objects=custom_objects)
+    return model, list(of_rules)
 
 
 # The name under which masked models of any class are filed; known before the first one is made.

@@ -1,6 +1,6 @@
 """Contexts in which attention is observed: probabilities, masks, inputs of rules.
 
-Each holds in the calling thread alone (see `attention/observers.py`), so that other threads may
+Each holds in the calling thread alone (see `attention/scopes.py`), so that other threads may
 run the model meanwhile. Observers get the arguments of `_compute_attention`: many of the observed
 layers run code of their class, which knows no `Request`.
 """
@@ -16,13 +16,17 @@ import numpy as np
 from keras import ops
 
 from keras_headmask import masks
-from keras_headmask.attention import observers
+from keras_headmask.attention import scopes
 from keras_headmask.retrofit.adapters import AttentionLayer, adapted, without_remat
-from keras_headmask.retrofit.find import Found
-from keras_headmask.retrofit.frame import current_frame, graph_being_built, tensors_of
+from keras_headmask.retrofit.find import Found, selected
+from keras_headmask.retrofit.frame import (
+    current_frame,
+    graph_being_built,
+    rules_of,
+    spec_of,
+    tensors_of,
+)
 from keras_headmask.retrofit.masked_attention import without_rules
-from keras_headmask.retrofit.rule import rules_of, spec_of
-from keras_headmask.retrofit.select import selected
 from keras_headmask.rules import evaluation
 from keras_headmask.rules.base import MaskSpec
 
@@ -102,10 +106,10 @@ def runs_seen(entries: list[AttentionLayer], see: Callable[[Run], None]) -> Iter
         for entry in entries:
             compute = functools.partial(computed, entry)
             stack.enter_context(_hook_overridden(entry.layer, compute))
-            stack.enter_context(observers.probabilities_wanted(entry.layer))
+            stack.enter_context(scopes.probabilities_wanted(entry.layer))
             # (After the hook: where that is `call` itself, it passes more.)
             call = functools.partial(called, entry)
-            stack.enter_context(observers.overriding(entry.layer, "call", call))
+            stack.enter_context(scopes.overriding(entry.layer, "call", call))
         yield
 
 
@@ -127,7 +131,7 @@ def _hook_overridden(layer: Any, override: Callable) -> AbstractContextManager[N
         context, probabilities = override(both, arguments)
         return (context, probabilities) if adapter.gives_pair(arguments) else context
 
-    return observers.overriding(layer, adapter.hook, computed)
+    return scopes.overriding(layer, adapter.hook, computed)
 
 
 def _allowed(run: Run) -> np.ndarray:

@@ -13,7 +13,7 @@ from tolerance import assert_close
 
 import keras_headmask as hm
 from keras_headmask.attention import choose
-from keras_headmask.attention.tuning import tuned
+from keras_headmask.attention.scopes import tuned
 from keras_headmask.retrofit.frame import moved, opened
 
 IDS = {"ids": np.zeros((2, 512), "int32")}

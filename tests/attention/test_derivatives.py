@@ -12,7 +12,7 @@ from contract import normal
 from tiled_contract import at_once, tiles
 
 import keras_headmask as hm
-from keras_headmask.attention.tuning import tuned
+from keras_headmask.attention.scopes import tuned
 
 if keras.backend.backend() == "tensorflow":
     import tensorflow as tf

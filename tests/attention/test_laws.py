@@ -30,7 +30,7 @@ from tiled_contract import SCALE, attend, operands
 from tolerance import assert_close
 
 import keras_headmask as hm
-from keras_headmask.attention.tuning import tuned
+from keras_headmask.attention.scopes import tuned
 from keras_headmask.rules.protocol import Bounds
 
 BACKEND = keras.backend.backend()

@@ -10,7 +10,7 @@ from tiled_contract import at_once, attend, close, operands, tiles
 
 import keras_headmask as hm
 from keras_headmask.attention.head_groups import Part
-from keras_headmask.attention.tuning import Tuning, tuned
+from keras_headmask.attention.scopes import Tuning, tuned
 from keras_headmask.rules import evaluation
 
 if keras.backend.backend() != "tensorflow":

@@ -11,7 +11,7 @@ import keras
 import numpy as np
 
 import keras_headmask as hm
-from keras_headmask.attention.tuning import tuned
+from keras_headmask.attention.scopes import tuned
 
 HEADS, SIZE, DIM, LENGTH, BATCH = 8, 2, 16, 96, 4
 # Heads of one rule stand on several devices, and two rules on one.

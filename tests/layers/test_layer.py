@@ -14,7 +14,7 @@ from tolerance import assert_close
 
 import keras_headmask as hm
 from keras_headmask import _keras
-from keras_headmask.attention.tuning import tuned
+from keras_headmask.attention.scopes import tuned
 
 Layer = hm.PerHeadMaskedMultiHeadAttention
 

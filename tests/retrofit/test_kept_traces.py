@@ -9,7 +9,7 @@ from small_models import CHUNK, TOKENS, one_layer
 from tolerance import assert_close
 
 import keras_headmask as hm
-from keras_headmask.attention import observers
+from keras_headmask.attention import scopes
 
 RULES = {"ids": hm.SameSentence(9), "positions": CHUNK}
 
@@ -159,6 +159,6 @@ def test_a_run_without_rules_leaves_no_trace():
     x = keras.random.normal((2, 7, 8))
     for layer, given in ((inner, TOKENS), (own, x)):
         encodes = Encodes(layer)
-        with observers.rules_off(), pytest.raises(RuntimeError, match=r"`tf.function` of its own"):
+        with scopes.rules_off(), pytest.raises(RuntimeError, match=r"`tf.function` of its own"):
             encodes(given)
         assert_close(encodes(given), layer(given))

@@ -16,7 +16,7 @@ from tolerance import assert_close
 
 import keras_headmask as hm
 from keras_headmask.attention import choose, kernels
-from keras_headmask.attention.tuning import tuned
+from keras_headmask.attention.scopes import tuned
 
 RULES = {
     "one head by sentence": (hm.PerHead({0: hm.SameSentence(9)}), {"token_ids": TOKENS}),

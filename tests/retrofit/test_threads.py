@@ -12,7 +12,7 @@ from keras import layers
 from tolerance import assert_close
 
 import keras_headmask as hm
-from keras_headmask.attention import observers
+from keras_headmask.attention import scopes
 
 THREADS = 3
 TOKENS = np.array([[5, 9, 4, 6, 9, 7, 2]] * 2, "int32")
@@ -192,5 +192,5 @@ def test_a_look_changes_nothing_for_other_threads(look, tmp_path, monkeypatch):
 def test_a_model_is_filed_without_what_stands_on_it_for_a_look():
     masked = model()
     config = masked.get_config()
-    with observers.overriding(masked.get_layer("first"), "call", lambda usual, *args: usual(*args)):
+    with scopes.overriding(masked.get_layer("first"), "call", lambda usual, *args: usual(*args)):
         assert masked.get_config() == config

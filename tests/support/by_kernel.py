@@ -23,7 +23,7 @@ from keras_headmask.attention import fused, kernels
 from keras_headmask.attention.choose import part_of_all
 from keras_headmask.attention.logits import checked_changes
 from keras_headmask.attention.request import Request, all_that_restricts
-from keras_headmask.attention.tuning import tuned
+from keras_headmask.attention.scopes import tuned
 from keras_headmask.rules import evaluation
 from keras_headmask.rules.base import leaves
 

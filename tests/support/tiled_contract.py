@@ -8,7 +8,7 @@ from contract import numpy
 from tolerance import assert_close
 
 import keras_headmask as hm
-from keras_headmask.attention.tuning import current_tuning, tuned
+from keras_headmask.attention.scopes import current_tuning, tuned
 
 BACKEND = keras.backend.backend()
 SCALE = 0.7

@@ -12,10 +12,10 @@ import tensorflow as tf
 from keras_headmask._keras import tensorflow as internals
 from keras_headmask.attention import head_groups
 from keras_headmask.attention.head_groups import Part
+from keras_headmask.attention.scopes import is_forward_only
 from keras_headmask.attention.tensorflow import loop
 from keras_headmask.attention.tensorflow.graph import on_gpu, one_function
 from keras_headmask.attention.tensorflow.plan import Plan, planned
-from keras_headmask.attention.tuning import is_forward_only
 from keras_headmask.masks import Length, Tensor
 from keras_headmask.rules.evaluation import mask_of_all_heads
 from keras_headmask.rules.graphs import made_once

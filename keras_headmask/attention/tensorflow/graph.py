@@ -7,7 +7,7 @@ from typing import Any
 import tensorflow as tf
 
 from keras_headmask._keras import tensorflow as internals
-from keras_headmask.attention.tuning import functions_of_export, is_forward_only
+from keras_headmask.attention.scopes import functions_of_export, is_forward_only
 from keras_headmask.masks import Tensor
 from keras_headmask.rules.evaluation import Bound, put_together, taken_apart
 

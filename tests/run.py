@@ -22,7 +22,7 @@ _BACKENDS = [
     *(f"tests/attention/test_{name}.py" for name in ("compiled_torch", "jax_symbolic")),
     *("tests/attention/test_flex_block_mask.py", "tests/layers/test_layer.py"),
     *("tests/test_golden.py", "tests/test_keras_internals.py", "tests/test_hugging_face.py"),
-    "tests/retrofit/test_traced_inside_jax.py",
+    "tests/retrofit/test_functions.py",
     _A_RETROFIT,
 ]
 

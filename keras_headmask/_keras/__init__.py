@@ -11,7 +11,7 @@ import inspect
 import operator
 import pkgutil
 import types
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -52,7 +52,7 @@ def traces_function() -> bool:
     Those around Keras' inference of shapes do not count: they leave no trace of what runs in it.
     """
     if keras.backend.backend() == "tensorflow":
-        return tensorflow.graph_of_function() is not None
+        return tensorflow.in_function()
     if keras.backend.backend() == "jax":
         from jax._src import core
 
@@ -189,23 +189,10 @@ KERAS_HUB_HOOKS = (
 ).split()
 
 
-def part_name(layer: Any, name: str) -> str:
-    """How a layer of KerasHub calls its `name`: some classes write an underscore before it."""
-    return name if hasattr(layer, name) else f"_{name}"
-
-
-def part(layer: Any, name: str) -> Any:
-    """The attribute `name` of a layer of KerasHub."""
-    return getattr(layer, part_name(layer, name))
-
-
 def is_assisted(task: Any) -> bool:
     """Whether another model of KerasHub's drafts tokens from the keys that `task` keeps."""
     return getattr(task, "_assistant_model", None) is not None
 
-
-# What a layer runs in place of `call` under a RematScope.
-REMATERIALIZED_CALL = "rematerialized_call"
 
 # A layer and all tracked layers inside, where attention is found.
 layers_of = operator.methodcaller("_flatten_layers")
@@ -226,37 +213,9 @@ def sublayers(layer: Any) -> Iterable[keras.Layer]:
     return vars(layer).get("_layers", ())
 
 
-def all_weights(layer: Any) -> list[Any]:
-    """Every variable that Keras tracks in `layer`, seeds and metrics, too."""
-    inside = [x for inner in layer._flatten_layers() for x in inner.variables]
-    return [*layer.variables, *inside]
-
-
-@contextlib.contextmanager
-def weights_watched(read: list[Any]) -> Iterator[None]:
-    """Note the variables that are read, while Keras infers shapes."""
-
-    class Watching(keras.StatelessScope):
-        def get_current_value(self, variable: Any) -> Any:
-            read.append(variable)
-            return outer.get_current_value(variable)
-
-        def add_update(self, update: Any) -> None:
-            outer.add_update(update)
-
-    outer = find("keras.src.backend.common.stateless_scope.get_stateless_scope")()
-    with Watching():
-        yield
-
-
 def functional_of(model: Any) -> Any:
     """The functional model inside a Sequential, `None` before it is built; else `model`."""
     return model._functional if isinstance(model, keras.Sequential) else model
-
-
-def operations(model: Any) -> list[Any]:
-    """The operations in the graph of a model; none without a graph."""
-    return list(getattr(functional_of(model), "operations", ()))
 
 
 def nodes(graph: keras.Model) -> Iterator[Any]:
@@ -269,19 +228,6 @@ def made_by(tensor: Any) -> tuple[Any, list[Any]]:
     """The operation that made a symbolic tensor, and what it read; `None` if nothing made it."""
     operation, index, _ = getattr(tensor, "_keras_history", (None, 0, 0))
     return operation, [] if operation is None else calls_of(operation)[index].input_tensors
-
-
-def made_of(tensors: Iterable[Any], ends: Container[int] = ()) -> Iterator[Any]:
-    """Symbolic tensors and what they are made of, in forward order; `ends` are ids to stop at."""
-    waiting, seen = [(x, False) for x in tensors], set()
-    while waiting:
-        one, is_next = waiting.pop()
-        if is_next:
-            yield one
-        elif id(one) not in seen:
-            seen.add(id(one))
-            read = [] if id(one) in ends else made_by(one)[1]
-            waiting += [(one, True), *((x, False) for x in reversed(read))]
 
 
 def arguments_of(layer: Any, args: Any, kwargs: Any) -> dict[str, Any]:
@@ -320,27 +266,6 @@ def set_inputs(graph: keras.Model, inputs: Any) -> None:
     vars(graph).update(_inputs_struct=inputs, _inputs=keras.tree.flatten(inputs))
 
 
-def copy_values(source: Any, target: Any) -> None:
-    """Give calls in the graph of a copy the tensors that the same calls of `source` hold as values.
-
-    KerasHub's Gemma 3n multiplies by its table as it was when the graph was made.
-    """
-
-    def values(node: Any) -> dict[int, Any]:
-        arguments = keras.tree.flatten((node.arguments.args, node.arguments.kwargs))
-        return {id(x): x for x in arguments if keras.ops.is_tensor(x)}
-
-    vars(target)["_called"] = source._called  # (Keras exports no other model to ONNX)
-    graphs = [x for x in map(functional_of, (source, target)) if isinstance(x, Functional)]
-    calls = [[x for x in nodes(graph) if values(x)] for graph in graphs]
-    for old, new in zip(*calls, strict=False) if len(calls) == 2 else ():
-        mine, theirs = values(new), values(old)
-        if [x.shape for x in mine.values()] == [x.shape for x in theirs.values()]:
-            by_id = dict(zip(mine, theirs.values(), strict=True))
-            args, kwargs = new.arguments.convert(lambda x, by_id=by_id: by_id.get(id(x), x))
-            new.arguments = type(new.arguments)(*args, **kwargs)
-
-
 def uncompile(model: keras.Model, source: keras.Model) -> None:
     """Undo `compile`, which KerasHub's tasks call when they are made; the sampler is `source`'s."""
     find("keras.src.models.model.Trainer").__init__(model)
@@ -350,8 +275,13 @@ def uncompile(model: keras.Model, source: keras.Model) -> None:
     vars(model).update({k: x for k, x in sampling.items() if hasattr(source, k)})
 
 
-def set_remat_mode(layer: Any, mode: Any) -> None:
-    vars(layer)["_remat_mode"] = mode
+def copy_modes(source: Any, target: Any) -> None:
+    """Give a copy of a layer what no config holds: its RematScope, and whether it was called.
+
+    (Keras exports no model to ONNX that was not.)
+    """
+    names = "_remat_mode", "_called"
+    vars(target).update({k: x for k, x in vars(source).items() if k in names})
 
 
 # --- Files ----------------------------------------------------------------------------------------
@@ -391,13 +321,9 @@ def file_weights_under(name: str, other: str) -> None:
     saving_lib.naming = types.SimpleNamespace(**names)
 
 
-def query_in_files(layer: Any) -> str:
-    """The part of an attention layer as which its file holds the projection of the query."""
-    return "_query_dense" if isinstance(layer, keras.layers.GroupQueryAttention) else "query_dense"
-
-
-def has_in_file(store: Any, part: str) -> bool:
-    """Whether the file that a layer's weights are read from holds that `part` of the layer."""
+def has_query_in_file(layer: Any, store: Any) -> bool:
+    """Whether the file that an attention layer is read from has weights to project its query."""
+    part = "_query_dense" if is_grouped(layer) else "query_dense"
     path = f"{getattr(store, '_h5_entry_path', None) or ''}/{part}"
     if path.startswith("/"):
         return False  # not from a file
@@ -405,25 +331,13 @@ def has_in_file(store: Any, part: str) -> bool:
 
 
 def layers_in_file(layer: Any) -> dict[str, keras.Layer]:
-    """The layer (key "") and all layers inside, by their paths in a weights file, parents first.
+    """The layer (key "") and all layers inside, by their places among attributes, parents first.
 
-    Paths are made of attributes, so they do not change when a layer is made later or gets another
-    name. They also reach what Keras does not track, as the preprocessor of KerasHub's tasks on
-    PyTorch.
+    These do not change when a layer is made later or gets another name. As files do, this reaches
+    what Keras does not track, as the preprocessor of KerasHub's tasks on PyTorch.
     """
     layers: dict[str, keras.Layer] = {}
     seen: dict[int, Any] = {}  # by id; they are kept, so that no id is used again
-
-    def parts(whole: Any) -> Iterator[tuple[str, Any]]:
-        if isinstance(whole, KerasSaveable):
-            yield from saving_lib._walk_saveable(whole)
-            return
-        used: dict[str, int] = {}
-        for part in whole.values() if isinstance(whole, dict) else whole:
-            if isinstance(part, (KerasSaveable, list, tuple, dict)):
-                name = saving_lib.naming.to_snake_case(type(part).__name__)
-                number = used[name] = used.get(name, -1) + 1
-                yield f"{name}_{number}" if number else name, part
 
     def look(part: Any, path: str) -> None:
         if not isinstance(part, (KerasSaveable, list, tuple, dict)) or id(part) in seen:
@@ -431,7 +345,11 @@ def layers_in_file(layer: Any) -> dict[str, keras.Layer]:
         seen[id(part)] = part
         if isinstance(part, keras.Layer):
             layers[path] = part
-        for name, inner in parts(part):
+        if isinstance(part, KerasSaveable):
+            inside = saving_lib._walk_saveable(part)
+        else:
+            inside = part.items() if isinstance(part, dict) else enumerate(part)
+        for name, inner in inside:
             look(inner, f"{path}/{name}" if path else name)
 
     look(layer, "")
@@ -462,17 +380,3 @@ def around_exports(scopes: Mapping[str, Callable[[], AbstractContextManager]]) -
                 return usual(*args, **kwargs)
 
         setattr(export, name, in_scope)
-
-
-def before_cloning(see: Callable[[Any], None]) -> None:
-    """Call `see(model)` for each model that `clone_model` calls anew layer by layer."""
-    cloning = find("keras.src.models.cloning")
-    for name in ("_clone_functional_model", "_clone_sequential_model"):
-        usual = getattr(cloning, name)
-
-        @functools.wraps(usual)
-        def see_and_clone(model: Any, *args: Any, usual: Callable = usual, **kwargs: Any) -> Any:
-            see(model)
-            return usual(model, *args, **kwargs)
-
-        setattr(cloning, name, see_and_clone)

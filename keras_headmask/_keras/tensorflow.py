@@ -161,26 +161,18 @@ def are_as_long(one: Any, other: Any) -> bool:
     return source(one) is source(other)
 
 
-def is_function_graph(graph: Any) -> bool:
-    """Whether a graph is a `tf.function`'s; loops and branches have classes of their own."""
-    return type(graph).__name__ == "FuncGraph"
+def in_function(inside: Any = None) -> bool:
+    """Whether a `tf.function` is traced now, inside of the graph `inside` if that is given.
 
-
-def infers_shapes(graph: Any) -> bool:
-    """Whether a graph is the one in which Keras infers shapes."""
-    return graph.name.startswith("scratch_graph")
-
-
-def graph_of_function() -> Any:
-    """The graph of the innermost `tf.function` that is traced now; `None` outside of one.
-
-    Those around Keras' inference of shapes do not count.
+    Those around Keras' inference of shapes do not count, nor do loops and branches: their graphs
+    have classes of their own.
     """
     import tensorflow as tf
 
-    graph = None if tf.executing_eagerly() else tf.compat.v1.get_default_graph()
-    while graph is not None and not infers_shapes(graph):
-        if is_function_graph(graph):
-            return graph
+    found, graph = False, None if tf.executing_eagerly() else tf.compat.v1.get_default_graph()
+    while graph not in (None, inside):
+        if getattr(graph, "name", "").startswith("scratch_graph"):  # Keras infers shapes
+            break
+        found = found or type(graph).__name__ == "FuncGraph"
         graph = getattr(graph, "outer_graph", None)
-    return None
+    return found and (inside is None or graph is not None)

@@ -139,9 +139,5 @@ def _rows(x: Tensor, token_ids: Tensor, index: Any) -> Tensor:
     return ops.slice(x, (0, 0, index, 0), (batch, heads, ops.shape(token_ids)[1], length))
 
 
-add_kind(GeneratesFromCache, lambda model: _has(model, "generate_step", "call_with_cache"))
-add_kind(Generates, lambda model: _has(model, "generate_step"))
-
-
-def _has(model: Any, *names: str) -> bool:
-    return all(hasattr(model, name) for name in names)
+add_kind(GeneratesFromCache, "generate_step", "call_with_cache")
+add_kind(Generates, "generate_step")

@@ -50,7 +50,7 @@ def check_is_built(layer: Any, store: Any) -> None:
     """
     if layer.built:
         return
-    if _keras.has_in_file(store, _keras.query_in_files(layer)):
+    if _keras.has_query_in_file(layer, store):
         layer._missed_weights = True
     if layer._missed_weights:
         raise ValueError(

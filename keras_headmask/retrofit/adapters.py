@@ -134,11 +134,16 @@ class Attention:
         return self.returns_pair or arguments["return_attention_scores"]
 
 
+def _name_on(layer: Any, name: str) -> str:
+    """How a layer of KerasHub calls its `name`: some classes write an underscore before it."""
+    return name if hasattr(layer, name) else f"_{name}"
+
+
 def _held(*names: str) -> Any:
     """The attribute of the layer that has one of `names`, or that with an underscore before it."""
 
     def held(self: Attention) -> Any:
-        names_here = (_keras.part_name(self.layer, name) for name in names)
+        names_here = (_name_on(self.layer, name) for name in names)
         return next(getattr(self.layer, x) for x in names_here if hasattr(self.layer, x))
 
     return property(held)
@@ -173,11 +178,12 @@ class Grouped(Attention):
     scale = _held("inv_norm_factor")
     dropout_layer = None  # the class drops parts of the context instead
     has_own_code = False
+    query_dense = _held("query_dense")
 
     @property
     def head_dim(self) -> int:
         known = getattr(self.layer, "head_dim", None)
-        return known or _keras.part(self.layer, "query_dense").partial_output_shape[-1]
+        return known or self.query_dense.partial_output_shape[-1]
 
     def window(self, arguments: Mapping[str, Any]) -> MaskSpec | None:
         size = getattr(self.layer, "sliding_window_size", None)
@@ -238,22 +244,6 @@ class Gemma4(Gemma):
         return None
 
 
-class Gemma3n(Grouped):
-    """Its operands are (batch, heads, length, features), and its mask comes with the window."""
-
-    returns_pair = True
-    scale = 1.0
-    dropout_layer = _held("dropout")
-
-    def arguments(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        swapped = (ops.swapaxes(x, 1, 2) for x in args[:3])  # (by name they come from here)
-        return super().arguments(*swapped, *args[3:], **kwargs)
-
-    def called(self, compute: Callable, arguments: dict[str, Any]) -> tuple[Any, Any]:
-        swapped = {name: ops.swapaxes(arguments[name], 1, 2) for name in _OPERANDS[:3]}
-        return super().called(compute, arguments | swapped)[0]
-
-
 class T5Gemma(Gemma):
     """Keys come repeated, and the mask as floats; the decoder's window is in it."""
 
@@ -293,7 +283,7 @@ class OwnSoftmax(Grouped):
 
     @property
     def softmax(self) -> str:
-        return _keras.part_name(self.layer, "softmax")
+        return _name_on(self.layer, "softmax")
 
     def arguments(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
         flags = {k: kwargs.pop(k) for k in _DEFAULTS if k in kwargs and k != "attention_mask"}
@@ -396,7 +386,6 @@ _ADAPTERS: dict[str, type[Attention]] = {
     f"{_MODELS}qwen3_moe.qwen3_moe_attention.Qwen3MoeAttention": Grouped,
     f"{_MODELS}gemma.gemma_attention.CachedGemmaAttention": Gemma,
     f"{_MODELS}gemma3.gemma3_attention.CachedGemma3Attention": Gemma3,
-    f"{_MODELS}gemma3n.gemma3n_attention.Gemma3nTextAttention": Gemma3n,
     f"{_MODELS}gemma4.gemma4_attention.Gemma4TextAttention": Gemma4,
     f"{_MODELS}gpt_oss.gpt_oss_attention.GptOssAttention": GptOss,
     f"{_MODELS}t5gemma.t5gemma_attention.T5GemmaAttention": T5Gemma,
@@ -453,8 +442,6 @@ def children(layer: Any) -> list[Any]:
     """The layers that `layer` holds, in forward order as far as its graph shows it."""
     inner = list(layer.layers) if isinstance(layer, keras.Model) else []
     seen = {id(x) for x in inner}
-    if type(layer).__name__ == "Gemma3nMultimodalEmbeddingProcessor":
-        seen.add(id(layer.language_model))  # whose embeddings it calls, and no attention
     return inner + [x for x in _keras.sublayers(layer) if id(x) not in seen]
 
 
@@ -472,7 +459,7 @@ def holds(outer: Any, inner: Any) -> bool:
 @contextlib.contextmanager
 def without_remat(root: keras.Layer) -> Iterator[None]:
     """Run layers of a RematScope without it: remat copies or traces tensors."""
-    name, as_it_is = _keras.REMATERIALIZED_CALL, lambda _, call, *args, **kwargs: call
+    name, as_it_is = "rematerialized_call", lambda _, call, *args, **kwargs: call
     with contextlib.ExitStack() as stack:
         for layer in _keras.layers_of(root):
             if _keras.remat_mode(layer) is not None:

@@ -1,6 +1,5 @@
 """A mask for every head of a model people already have."""
 
-import dataclasses
 import json
 import pathlib
 import re
@@ -9,6 +8,7 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import keras
+import numpy as np
 
 from keras_headmask import _keras
 from keras_headmask.retrofit.adapters import (
@@ -32,7 +32,7 @@ from keras_headmask.retrofit.frame import (
 )
 from keras_headmask.retrofit.masked_model import MaskedModel, drop_compiled, masked, unmask
 from keras_headmask.rules import config
-from keras_headmask.rules.base import MaskSpec, check_heads, leaves, merged_inputs, restricts
+from keras_headmask.rules.base import MaskSpec, check_heads, merged_inputs, restricts
 from keras_headmask.rules.protocol import InputType
 from keras_headmask.rules.words import aligned, numbers_in_words
 
@@ -91,7 +91,7 @@ def apply_head_masks(
         copy: Whether to leave `model` as it is and return a copy, not compiled. With `False` the
             model itself is masked, and stays compiled. Keras retraces `fit` and `predict`, also of
             models around it. A `tf.function`, `jax.jit` or `torch.compile` of your own that has
-            traced it goes on without the rule: make it anew.
+            traced it, inside of a layer, too, goes on without the rule: make it anew.
         add_inputs: Whether the model gets a new input for each name that the rule reads and the
             model lacks. With `False` such a name is an error.
         ignore: A regex on paths, or a list of them: layers and operations that may attend without
@@ -326,41 +326,11 @@ def check_inputs(found: Found, planned: Planned, add_inputs: bool) -> None:
             "since a layer has that name. Give the mask input another name."
         )
     if new and not add_inputs:
-        example = _example(found.inputs, planned, new)
         raise ValueError(
             f"The rule reads {sorted(new)}, and the model has no inputs of those names. Its inputs "
-            f"are {sorted(found.inputs)}. "
-            + (f"Name one of them in the rule ({example}), or pass " if example else "Pass ")
-            + "add_inputs=True, which adds what is missing as new inputs of the model."
+            f"are {sorted(found.inputs)}. Name one of them in the rule (`input=...`), or pass "
+            "add_inputs=True, which adds what is missing as new inputs of the model."
         )
-
-
-def _example(inputs: Mapping[str, Any], planned: Planned, new: Mapping[str, Any]) -> str:
-    """For an error: a leaf whose input the model lacks, as code that names one it has.
-
-    Empty for a rule on ids of a model that takes none, such as one of embeddings.
-    """
-    by_position = [
-        tensor
-        for tensor in inputs.values()
-        if len(tensor.shape) == 2 and "float" not in tensor.dtype
-    ]
-    if not by_position and all(len(tensor.shape) == 2 for tensor in new.values()):
-        return ""
-    all_leaves: list[Any] = [leaf for _, rule in planned for leaf in leaves(rule.spec)]
-    for leaf in all_leaves:
-        name: Any = getattr(leaf, "input", None)
-        kind = leaf.inputs.get(name)
-        if name in new and kind is not None and kind.rank is not None:
-            fitting = [
-                tensor.name
-                for tensor in by_position
-                if ("mask" in tensor.name) == (kind.dtype == "bool")
-            ]
-            if fitting:
-                best = min(fitting, key=lambda name: ("id" not in name, name))
-                return f"`{dataclasses.replace(leaf, input=best)}`"
-    return "its `input` argument"
 
 
 def sources_of(
@@ -467,7 +437,7 @@ def copied(model: keras.Model, untracked: list[str]) -> tuple[Any, Pairs]:
         _copy_training_state(pairs)
         _copy_weights(model, twin)
         _copy_other_state(pairs)
-        _keras.copy_values(model, twin)
+        _check_values(pairs)
     except Exception as error:  # (the config of a layer may raise anything)
         raise ValueError(
             f"Copying the model '{model.name}' is not possible: {error} Fix that, or, for a rule, "
@@ -507,7 +477,7 @@ def _copy_training_state(pairs: Pairs) -> None:
             _keras.uncompile(twin, layer)
         if getattr(layer, "lora_enabled", False) and not getattr(twin, "lora_enabled", False):
             twin.enable_lora(layer.lora_rank, lora_alpha=layer.lora_alpha)
-        _keras.set_remat_mode(twin, _keras.remat_mode(layer))  # the RematScope of when it was built
+        _keras.copy_modes(layer, twin)
     for layer, twin in pairs:  # from the outside in, since setting it sets all layers inside
         if twin.trainable != layer.trainable:
             twin.trainable = layer.trainable
@@ -515,12 +485,29 @@ def _copy_training_state(pairs: Pairs) -> None:
 
 def _check_all_there(source: keras.Model, target: keras.Model) -> None:
     if len(target.weights) < len(source.weights):
-        inside = {id(w) for x in _keras.operations(source) for w in getattr(x, "weights", ())}
+        operations = getattr(_keras.functional_of(source), "operations", ())
+        inside = {id(w) for x in operations for w in getattr(x, "weights", ())}
         tracked = _keras.sublayers(source)
         if missing := [x.name for x in tracked if any(id(w) not in inside for w in x.weights)]:
             raise ValueError(
                 f"it holds layers outside of its graph, which no config holds: {missing}."
             )
+
+
+def _check_values(pairs: Pairs) -> None:
+    """Raise if a graph has values that no config holds, as that of KerasHub's Gemma 3n."""
+
+    def values(layer: Any) -> list[Any]:
+        graph = _keras.functional_of(layer)
+        nodes = _keras.nodes(graph) if isinstance(graph, _keras.Functional) else ()
+        given = [(node.arguments.args, node.arguments.kwargs) for node in nodes]
+        tensors = filter(keras.ops.is_tensor, keras.tree.flatten(given))
+        return list(map(keras.ops.convert_to_numpy, tensors))
+
+    for layer, twin in pairs:
+        mine, theirs = values(twin), values(layer)
+        if len(mine) != len(theirs) or not all(map(np.array_equal, mine, theirs)):
+            raise ValueError(f"the graph of '{layer.name}' has values that no config holds.")
 
 
 def _copy_other_state(pairs: Pairs) -> None:

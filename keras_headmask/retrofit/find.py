@@ -67,7 +67,7 @@ class Found:
         specs = {entry.path: spec_of(entry.layer) for entry in self.known}
         self.rules: dict[str, MaskSpec] = {k: x for k, x in specs.items() if x is not None}
         self.in_functions = run.in_functions
-        tracked = {id(weight) for weight in _keras.all_weights(model)}
+        tracked = {id(x) for layer in _keras.layers_of(model) for x in layer.variables}
         self.untracked = list(dict.fromkeys(x.path for x in run.read if id(x) not in tracked))
 
     def _attention(self, run: "_Run") -> tuple[list[AttentionLayer], ...]:
@@ -136,7 +136,8 @@ class Found:
     @functools.cached_property
     def unread_inputs(self) -> list[str]:
         """Inputs that neither a layer nor a rule reads."""
-        calls = (x for op in _keras.operations(self.model) for x in _keras.calls_of(op))
+        operations = getattr(self.graph, "operations", ())
+        calls = (call for operation in operations for call in _keras.calls_of(operation))
         read = {id(tensor) for call in calls for tensor in call.input_tensors}
         rules = (rule for entry in self.known for rule in rules_of(entry.layer))
         read_by_rules = {x for rule in rules if rule.owner is self.model for x in rule.reads}
@@ -171,6 +172,18 @@ class Found:
 # --- One run --------------------------------------------------------------------------------------
 
 
+class _Reads(keras.StatelessScope):
+    """Notes the variables that are read inside."""
+
+    def __init__(self, read: list[Any]):
+        super().__init__()
+        self.read = read
+
+    def get_current_value(self, variable: Any) -> Any:
+        self.read.append(variable)
+        return super().get_current_value(variable)
+
+
 class _Run(keras.Operation):
     """The model once on symbolic tensors; a model without a graph, or that fails, shows nothing."""
 
@@ -192,7 +205,7 @@ class _Run(keras.Operation):
     def call(self, *inputs: Any) -> Any:
         for seen in (self.calls, self.hooked, self.read):
             seen.clear()  # (JAX may run this twice)
-        with _caching_device_kept(), _keras.weights_watched(self.read):
+        with _Reads(self.read):
             outputs = self.model(keras.tree.pack_sequence_as(self.graph.input, list(inputs)))
         self.in_functions = set(_in_functions(attention(self.model)))
         return outputs
@@ -226,22 +239,6 @@ def _in_functions(layers: list[keras.Layer]) -> Iterator[int]:
     for layer in layers:
         if any(id(getattr(x.value, "handle", None)) in handles for x in layer.weights):
             yield id(layer)
-
-
-@contextlib.contextmanager
-def _caching_device_kept() -> Iterator[None]:
-    """In a graph: restore what an error inside of `tf.map_fn` leaves, and eager code refuses."""
-    if keras.backend.backend() != "tensorflow":
-        yield
-        return
-    import tensorflow as tf
-
-    scope = tf.compat.v1.get_variable_scope()
-    before = scope.caching_device
-    try:
-        yield
-    finally:
-        scope.set_caching_device(before)
 
 
 def _is_self(layer: Any, args: Any, kwargs: Any) -> bool | None:
@@ -304,8 +301,15 @@ def _follows(earlier: Any, later: Any) -> bool:
 
 def _inputs_behind(tensor: Any, ends: Set[int] = frozenset()) -> set[int]:
     """The ids of the inputs that a tensor of a graph is made of; `ends` count as inputs."""
-    behind = _keras.made_of([tensor], ends)
-    return {id(x) for x in behind if id(x) in ends or not _keras.made_by(x)[1]}
+    waiting, seen, behind = [tensor], set(), set()
+    while waiting:
+        one = waiting.pop()
+        if id(one) not in seen:
+            seen.add(id(one))
+            read = [] if id(one) in ends else _keras.made_by(one)[1]
+            behind |= set() if read else {id(one)}
+            waiting += read
+    return behind
 
 
 # --- What may attend unseen -----------------------------------------------------------------------

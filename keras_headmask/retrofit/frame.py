@@ -212,8 +212,9 @@ def tensors_for(rule: LayerRule, layer: keras.Layer) -> Mapping[str, Any] | None
             "as Window, Chunk, Keys, and, for a causal language model that has the rule itself, "
             "what `generate()` is given.)"
         )
-    if rule.reads:
-        _check_not_in_own_function(layer.name, current_frame().graph)
+    is_tensorflow = keras.backend.backend() == "tensorflow"
+    if rule.reads and is_tensorflow and _keras.tensorflow.in_function(current_frame().graph):
+        raise RuntimeError(in_own_function(layer.name))
     return tensors
 
 
@@ -233,23 +234,6 @@ def graph_being_built() -> Any:
     import tensorflow as tf
 
     return None if tf.executing_eagerly() else tf.compat.v1.get_default_graph()
-
-
-def _check_not_in_own_function(name: str, bound_in: Any) -> None:
-    """Raise if the layer runs in a `tf.function` inside of the forward whose graph is `bound_in`.
-
-    Or inside Keras' inference of shapes: its trace would live on, too.
-    """
-    graph, inside = graph_being_built(), False
-    while graph is not None and graph is not bound_in and hasattr(graph, "outer_graph"):
-        if _keras.tensorflow.infers_shapes(graph):
-            bound_in = graph
-            break
-        # Loops and branches have graphs of classes of their own, made anew for each forward.
-        inside = inside or _keras.tensorflow.is_function_graph(graph)
-        graph = graph.outer_graph
-    if inside and (bound_in is None or graph is bound_in):
-        raise RuntimeError(in_own_function(name))
 
 
 def in_own_function(name: str) -> str:

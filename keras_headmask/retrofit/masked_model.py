@@ -5,7 +5,6 @@ Its config holds that of the stock model, and the rules, which are applied again
 
 import contextlib
 import dataclasses
-import functools
 import gc
 import inspect
 import json
@@ -268,13 +267,13 @@ def _with_subclasses(kind: type) -> set[type]:
 
 # --- Models become masked, and stock again --------------------------------------------------------
 
-# Subclasses of `MaskedModel`, and for which models each is.
-_kinds: list[tuple[type[MaskedModel], Callable[[Any], bool]]] = []
+# Subclasses of `MaskedModel`, and what a model has that becomes one.
+_kinds: list[tuple[type[MaskedModel], tuple[str, ...]]] = []
 
 
-def add_kind(kind: type[MaskedModel], fits: Callable[[Any], bool]) -> None:
-    """Let models for which `fits(model)` holds become a `kind`, not just a `MaskedModel`."""
-    _kinds.append((kind, fits))
+def add_kind(kind: type[MaskedModel], *names: str) -> None:
+    """Let models that have attributes of all `names` become a `kind`, not just a `MaskedModel`."""
+    _kinds.append((kind, names))
 
 
 def masked(
@@ -282,9 +281,10 @@ def masked(
 ) -> keras.Model:
     """`model` itself, each attention layer of `planned` under its rule; it also takes `inputs`."""
     if not isinstance(model, MaskedModel):
-        _change_keras()
+        adapt_exports()
         vars(model)[STATE] = ModelState()
-        kind = next((kind for kind, fits in _kinds if fits(model)), MaskedModel)
+        fitting = (kind for kind, names in _kinds if all(hasattr(model, x) for x in names))
+        kind = next(fitting, MaskedModel)
         become(model, kind, _FILED_AS)
     state, graph = vars(model)[STATE], _keras.functional_of(model)
     _add_inputs(state, graph, list(inputs))
@@ -302,18 +302,6 @@ def masked(
     state.parts = _parts_of(rule for _, rule in state.obeyed)
     state.passed_on = _passed_on(graph) if isinstance(graph, _keras.Functional) else {}
     return model
-
-
-@functools.cache
-def _change_keras() -> None:
-    """Change what Keras does with masked models, once there is one."""
-    adapt_exports()
-    _keras.before_cloning(_check_cloned)
-
-
-def _check_cloned(model: keras.Model) -> None:
-    if isinstance(model, MaskedModel):
-        raise ValueError(ALONE.format(what="A clone was asked for", model=model.name))
 
 
 def unmask(model: keras.Model) -> keras.Model:

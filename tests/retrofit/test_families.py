@@ -1,7 +1,8 @@
 """KerasHub's families whose attention is no class of Keras, held to one contract under rules.
 
 The oracle is a family's own code with another softmax: one in NumPy, under the mask of each query
-head, drawn by plain loops.
+head, drawn by plain loops. The sequences of an encoder and its decoder have different lengths, so
+the logits of each kind of attention have their own shape.
 """
 
 import copy
@@ -12,24 +13,48 @@ import decoders
 import keras
 import numpy as np
 import pytest
-from backbone_calls import randomised
+from backbone_calls import drawn_by_numpy, randomised
 from contract import normal, numpy
-from decoders import FAMILIES
+from decoders import ENCODER_DECODERS, FAMILIES, T5_GEMMA
 from fresh import reload_fresh
-from own_attention import RULE, by_oracle, of_rule
+from own_attention import RULE, by_oracle, drawn, of_rule
 from tolerance import assert_close
 
 import keras_headmask as hm
+from keras_headmask.retrofit import observe
 from keras_headmask.retrofit.adapters import adapter_of, attention
+from keras_headmask.retrofit.find import Found
 from keras_headmask.retrofit.frame import opened
 
 keras_hub = pytest.importorskip("keras_hub", exc_type=ImportError)  # (or made for another Keras)
-LENGTH = 8
-ALLOWED = of_rule(LENGTH)
-WITH_SINK = np.pad(ALLOWED, ((0, 0), (0, 0), (0, 1)), constant_values=True)
-MASKS = {(LENGTH, LENGTH): ALLOWED, (LENGTH, LENGTH + 1): WITH_SINK}  # gpt-oss' sinks are behind
+pytestmark = pytest.mark.filterwarnings("ignore:.*destroy the mask information.*")  # T5's own
+TEXT, ANSWER = 8, 6  # tokens
+OF_CROSS = hm.PerHead({1: hm.Window(before=1, after=2), 2: hm.Keys(0, stop=3), 3: hm.Nothing()})
+ALL = {(n, m): np.ones((4, n, m), bool) for n in (TEXT, ANSWER) for m in (TEXT, ANSWER, TEXT + 1)}
+WITH_SINK = np.pad(of_rule(TEXT), ((0, 0), (0, 0), (0, 1)), constant_values=True)
+SELF = ALL | {(n, n): of_rule(n) for n in (TEXT, ANSWER)}
+SELF[TEXT, TEXT + 1] = WITH_SINK  # gpt-oss' sinks are behind
+CROSS = ALL | {
+    (ANSWER, TEXT): drawn(
+        ANSWER,
+        TEXT,
+        lambda i, j: True,
+        lambda i, j: i - 1 <= j <= i + 2,
+        lambda i, j: j < 3,
+        lambda i, j: False,
+    )
+}
 
 
+def each(*families, long=()):
+    """Cases for `families`; those whose names are in `long` only in `make test-all`."""
+    marks = dict.fromkeys(long, pytest.mark.long)
+    cases = [pytest.param(x, marks=marks.get(x.name, ()), id=x.name) for x in families]
+    return pytest.mark.parametrize("family", cases)
+
+
+ALIKE = "Mistral", "Qwen 2", "Phi-3", "Gemma"  # what is special in them, one of the others has
+OF_TWO = tuple(family.name for family in ENCODER_DECODERS)
 _made = {}
 
 
@@ -42,51 +67,80 @@ def models(family):
     return _made[family.name]
 
 
-def data(model=None):
-    ids = np.random.default_rng(1).integers(2, 30, (2, LENGTH)).astype("int32")
-    mask = np.ones((2, LENGTH), "int32")
-    mask[1, LENGTH - 2 :] = 0
-    return {"token_ids": ids, "padding_mask": mask} | positions(model)
+def data(model):
+    rng, given = np.random.default_rng(1), {}
+    for name in (x.name for x in model.inputs):
+        length, padded = (ANSWER, 1) if name.startswith("decoder") else (TEXT, 2)
+        if name.endswith("token_ids"):
+            given[name] = rng.integers(2, 30, (2, length)).astype("int32")
+        elif name.endswith("padding_mask"):
+            given[name] = np.ones((2, length), "int32")
+            given[name][1, length - padded :] = 0
+        else:  # Gemma 4's positions
+            given[name] = np.tile(np.arange(length, dtype="int32"), (2, 1))
+    return given
 
 
-def positions(model):
-    """What Gemma 4 alone reads beside."""
-    names = () if model is None else {tensor.name for tensor in model.inputs}
-    ids = np.tile(np.arange(LENGTH, dtype="int32"), (2, 1))
-    return {"position_ids": ids} if "position_ids" in names else {}
+def outputs(model):
+    """By name; "only" where there is one."""
+    made = model(data(model))
+    made = made if isinstance(made, dict) else {"only": made}
+    return {name: numpy(x) for name, x in made.items()}
 
 
-ALIKE = "Mistral", "Qwen 2", "Phi-3", "Gemma"  # what is special in them, one of the others has
+def by_own_code(monkeypatch, stock, allowed, **how):
+    made = by_oracle(monkeypatch, stock, data(stock), allowed, **how)
+    return made if isinstance(made, dict) else {"only": made}
 
 
-# What is true of one of these is true of the others, since they share an adapter.
+def check(got, wanted):
+    assert got.keys() == wanted.keys()
+    for name in wanted:
+        assert_close(got[name], wanted[name], depth=12)
 
 
-@pytest.fixture(
-    params=[pytest.param(x, marks=pytest.mark.long if x.name in ALIKE else ()) for x in FAMILIES],
-    ids=str,
-)
-def family(request):
-    return request.param
-
-
+@each(*FAMILIES, *ENCODER_DECODERS, long=ALIKE)
 def test_full_is_stock(family):
     stock, _ = models(family)
-    full, given = hm.apply_head_masks(stock, hm.Full(), family.layers), data(stock)
-    np.testing.assert_array_equal(numpy(full(given)), numpy(stock(given)))
+    full = hm.apply_head_masks(stock, hm.Full(), family.layers)
+    for name, output in outputs(full).items():
+        np.testing.assert_array_equal(output, outputs(stock)[name])
     assert type(full).__name__ == family.backbone
 
 
+@each(*FAMILIES, *ENCODER_DECODERS, long=ALIKE)
 def test_a_rule_is_the_familys_own_attention_under_a_mask(family, monkeypatch):
     stock, masked = models(family)
-    given = data(stock)
-    wanted = by_oracle(monkeypatch, stock, given, MASKS)
-    assert abs(wanted - numpy(stock(given))).max() > 1e-2
-    assert_close(numpy(masked(given)), wanted, depth=12)
+    wanted, of_stock = by_own_code(monkeypatch, stock, SELF), outputs(stock)
+    check(outputs(masked), wanted)
+    assert all(abs(wanted[name] - x).max() > 1e-2 for name, x in of_stock.items())
     if keras.backend.backend() == "tensorflow":  # elsewhere Qwen's fused kernel ignores its window
-        everything = {shape: np.ones_like(mask) for shape, mask in MASKS.items()}
-        wanted = by_oracle(monkeypatch, stock, given, everything)
-        assert_close(numpy(stock(given)), wanted, depth=12)
+        check(of_stock, by_own_code(monkeypatch, stock, ALL))
+
+
+@each(*ENCODER_DECODERS)
+def test_cross_attention_under_a_rule(family, monkeypatch):
+    stock, _ = models(family)
+    wanted = by_own_code(monkeypatch, stock, CROSS)
+    check(outputs(hm.apply_head_masks(stock, OF_CROSS, layers="cross")), wanted)
+    for name, output in outputs(stock).items():
+        assert (abs(wanted[name] - output).max() > 1e-2) == ("decoder" in name)
+
+
+@each(*ENCODER_DECODERS)
+def test_a_rule_in_one_layer_alone(family, monkeypatch):
+    """What one layer hands to the next, T5's bias, holds nothing of its rule."""
+    stock, _ = models(family)
+    wanted = by_own_code(monkeypatch, stock, SELF, first_alone=True)
+    check(outputs(hm.apply_head_masks(stock, RULE, layers=0)), wanted)
+
+
+@pytest.mark.long
+def test_the_encoder_of_t5gemma_2_obeys(monkeypatch):
+    """Its decoder is refused (see `decoders.REFUSED`) and stays as it is."""
+    stock = randomised(keras_hub.models.T5Gemma2Backbone(**T5_GEMMA), 0.3)
+    wanted = by_own_code(monkeypatch, stock, SELF)
+    check(outputs(hm.apply_head_masks(stock, RULE, layers="encoder")), wanted)
 
 
 def test_gemmas_attention_without_a_backbone(monkeypatch):
@@ -97,33 +151,36 @@ def test_gemmas_attention_without_a_backbone(monkeypatch):
     layer = CachedGemma3Attention(
         8, 4, 2, sliding_window_size=4, query_head_dim_normalize=False, logit_soft_cap=2.0, **more
     )
-    x, mask = keras.Input((LENGTH, 64)), keras.Input((LENGTH, LENGTH), dtype="int32")
+    x, mask = keras.Input((TEXT, 64)), keras.Input((TEXT, TEXT), dtype="int32")
     model = randomised(keras.Model([x, mask], layer(x, attention_mask=mask)), 0.3)
-    given = normal(2, LENGTH, 64), np.ones((2, LENGTH, LENGTH), "int32")
-    wanted = by_oracle(monkeypatch, model, given, MASKS)
+    given = normal(2, TEXT, 64), np.ones((2, TEXT, TEXT), "int32")
+    wanted = by_oracle(monkeypatch, model, given, SELF)
     masked = hm.apply_head_masks(model, RULE, copy=False)
     assert_close(numpy(masked(given)), wanted, depth=12)
-    empty = (keras.ops.zeros((2, LENGTH, 2, 8)),) * 2
+    empty = (keras.ops.zeros((2, TEXT, 2, 8)),) * 2
     with opened({masked: {}}):
         out, _ = layer(*given, cache=empty)  # from position 0, where its class starts by default
     assert_close(numpy(out), wanted, depth=12)
 
 
+@each(*FAMILIES, *ENCODER_DECODERS, long=(*ALIKE, *OF_TWO))
 def test_a_copy_obeys_and_trains(family):
     stock, masked = models(family)
-    given = data(masked)
-    np.testing.assert_array_equal(numpy(hm.unmasked(masked)(given)), numpy(stock(given)))
-    masked = copy.deepcopy(masked)
-    np.testing.assert_array_equal(numpy(masked(given)), numpy(models(family)[1](given)))
-    assert set(hm.mask_specs(masked).values()) == {RULE}
-    masked.compile(keras.optimizers.SGD(0.01), "mse", run_eagerly=True, jit_compile=False)
-    before = [numpy(w) for w in masked.trainable_weights]
-    masked.train_on_batch(given, np.zeros((2, LENGTH, 32), "float32"))
-    after = [numpy(w) for w in masked.trainable_weights]
+    twin, bare = copy.deepcopy(masked), hm.unmasked(masked)
+    for model, wanted in ((twin, masked), (bare, stock)):
+        for name, output in outputs(model).items():
+            np.testing.assert_array_equal(output, outputs(wanted)[name])
+    assert set(hm.mask_specs(twin).values()) == {RULE}
+    twin.compile(keras.optimizers.SGD(0.01), "mse", run_eagerly=True, jit_compile=False)
+    before = [numpy(w) for w in twin.trainable_weights]
+    zeros = keras.tree.map_structure(keras.ops.zeros_like, twin(data(twin)))
+    twin.train_on_batch(data(twin), zeros)
+    after = [numpy(w) for w in twin.trainable_weights]
     assert all(np.isfinite(w).all() for w in after)
     assert sum((a != b).any() for a, b in zip(after, before, strict=True)) > len(after) / 2
 
 
+@each(*FAMILIES, *ENCODER_DECODERS, long=ALIKE)
 def test_a_head_that_is_not_is_refused(family):
     """A rule names query heads, of which there are four, whatever the keys have."""
     stock, _ = models(family)
@@ -136,8 +193,60 @@ def test_a_head_that_is_not_is_refused(family):
 
 @pytest.mark.long  # (`test_examples` does it every day)
 def test_all_reload_in_a_fresh_process(tmp_path):
-    made = {family.name: models(family)[1] for family in FAMILIES}
+    made = {x.name: models(x)[1] for x in (*FAMILIES, *ENCODER_DECODERS)}
     reload_fresh(tmp_path, {k: (x, data(x)) for k, x in made.items()}, "keras_hub")
+
+
+# --- What runs with the model ---------------------------------------------------------------------
+
+
+@pytest.mark.long
+@each(*ENCODER_DECODERS)
+def test_what_an_observer_sees(family):
+    """Probabilities of each head: 0 where hidden, of sum 1 or 0; with a rule and without."""
+    stock, masked = models(family)
+    hidden = ~data(stock)["encoder_padding_mask"].astype(bool)[:, None, None, :]
+    for model in (masked, stock):
+        for number, length in ((1, TEXT), (3, ANSWER)):
+            seen = observe.observe(Found(model), data(model), number)
+            assert seen.probabilities.shape == (2, 4, length, length)
+            assert not seen.probabilities[~seen.allowed].any()
+            if model is masked:
+                assert not (seen.allowed & ~SELF[length, length]).any()
+            if length == TEXT:
+                assert not (seen.allowed & hidden).any()
+            total = seen.probabilities[seen.allowed.any(-1)].sum(-1)
+            np.testing.assert_allclose(total, 1, rtol=1e-5)
+
+
+@each(*ENCODER_DECODERS)
+@pytest.mark.parametrize("rule", ["all", "one layer"])
+@pytest.mark.long  # (20 seconds; `test_tasks.py` does it for Bart every day)
+def test_generation_is_the_uncached_forward(family, rule):
+    """Rules on positions hold with the cache of KerasHub, in self- and in cross-attention."""
+    backbone = drawn_by_numpy(copy.deepcopy(models(family)[0]), 0.3)
+    table = getattr(backbone, "decoder_token_embedding", backbone.token_embedding).embeddings
+    table.assign(0.1 * table)  # else tied embeddings repeat the last token
+    name = family.backbone.replace("Backbone", "Seq2SeqLM")
+    task = getattr(keras_hub.models, name)(backbone=backbone, preprocessor=None)
+    masked = hm.apply_head_masks(task, RULE, layers=None if rule == "all" else 2)
+    if rule == "all":
+        masked = hm.apply_head_masks(masked, OF_CROSS, layers="cross")
+    given = data(task)
+    given["encoder_padding_mask"][:] = given["decoder_padding_mask"][:] = 1
+    given["decoder_padding_mask"][:, 2:] = 0
+    given["decoder_token_ids"][:, 2:] = 0
+    tokens = []
+    for model in (masked, task):
+        ids = given["decoder_token_ids"].copy()
+        for place in range(2, ANSWER):
+            known = given | {"decoder_token_ids": ids, "decoder_padding_mask": np.ones_like(ids)}
+            ids[:, place] = numpy(model(known))[:, place - 1].argmax(-1)
+        tokens.append(ids)
+    masked.compile(sampler="greedy", run_eagerly=True, jit_compile=False)
+    got = masked.generate(given, stop_token_ids=None)["decoder_token_ids"]
+    np.testing.assert_array_equal(got, tokens[0])
+    assert rule != "all" or (got != tokens[1]).any()
 
 
 # --- What is refused ------------------------------------------------------------------------------
@@ -186,7 +295,7 @@ def test_a_subclass_that_computes_by_itself_is_not_taken_for_the_class():
 IN_VLLM = [x for x in FAMILIES if x.name in ("Llama", "Mistral", "Qwen 2", "Qwen 3", "Gemma")]
 
 
-@pytest.mark.parametrize("family", IN_VLLM, ids=str)
+@each(*IN_VLLM)
 def test_a_class_that_returns_before_the_hook_is_refused(family, monkeypatch):
     masked = hm.apply_head_masks(models(family)[0], RULE)
     layer = attention(masked)[0]
@@ -196,7 +305,7 @@ def test_a_class_that_returns_before_the_hook_is_refused(family, monkeypatch):
     cls = getattr(module, family.attention)
     monkeypatch.setattr(cls, "_compute_vllm_attention", lambda self, x, cache, vllm_context: x)
     with pytest.raises(RuntimeError, match=r"was not used in this call.*inside vLLM"):
-        masked(data())
+        masked(data(masked))
 
 
 def adapter_module(layer):

@@ -6,7 +6,7 @@ import pytest
 from contract import normal, numpy
 from keras import layers, ops
 from keras.src.backend.common.symbolic_scope import in_symbolic_scope
-from small_models import apply
+from small_models import apply, of_vectors
 
 import keras_headmask as hm
 from keras_headmask.retrofit.find import Found
@@ -93,14 +93,6 @@ class Latents(Composite):
         return (shape[0], 8, 8)
 
 
-@registered
-class OfItself(Composite):
-    names = ("attention",)
-
-    def call(self, x):
-        return x + self.attention(x, x)
-
-
 def two_inputs(*blocks):
     x, memory = keras.Input((None, 8), name="x"), keras.Input((None, 8), name="memory")
     y = x
@@ -154,8 +146,7 @@ def test_self_attention_as_people_write_it():
 
 
 def test_weights_that_look_at_the_input():
-    x = keras.Input((7, 8))
-    model = keras.Model(x, Latents(name="l")(x))
+    model = of_vectors(lambda x: Latents(name="l")(x))
     found = [("l/among", "self"), ("l/first", "cross"), ("l/second", "cross")]
     assert kinds(model) == found
     assert list(hm.mask_specs(apply(model, CHUNK))) == ["l/among"]
@@ -252,19 +243,6 @@ def test_files_name_layers_by_their_attributes(tmp_path):
     np.testing.assert_array_equal(numpy(again(given)), numpy(masked(given)))
 
 
-def test_attention_of_a_layer_in_a_model_in_a_model_is_known_under_a_rule_too():
-    """What its rule reads is handed over further out, and its own call lacks it."""
-    ids = keras.Input((None,), dtype="int32", name="token_ids")
-    inner = one_input(OfItself(name="block"))
-    stock = keras.Model(ids, inner(layers.Embedding(12, 8)(ids)))
-    masked = apply(stock, hm.PerHead({0: hm.SameSentence(9)}))
-    assert [kind for _, kind in kinds(masked)] == ["self"]
-    hm.plot_attention(masked, np.array([[3, 9, 4, 9]]), 0)
-    for layer in (None, "attention"):
-        both = apply(masked, hm.SameSentence(5), layer, existing="and")
-        assert [kind for _, kind in kinds(both)] == ["self"]
-
-
 # --- One sequence, or several ---------------------------------------------------------------------
 
 
@@ -275,8 +253,7 @@ def of_two_texts(outputs):
 
 
 def inside(layer):
-    x = keras.Input((7, 8))
-    return keras.Model(x, layer(x, x))
+    return of_vectors(lambda x: layer(x, x))
 
 
 def mixed(x, y):
@@ -284,6 +261,11 @@ def mixed(x, y):
     z = shared(x, x)
     z = ops.concatenate([z[:, :1], y[:, 1:]], axis=1)
     return shared(z, z)
+
+
+def in_one_model(x, y):
+    model = inside(attention("shared"))
+    return [model(x), model(y)]
 
 
 def in_two_models(x, y):
@@ -296,12 +278,50 @@ def inside_and_directly(x, y):
     return [inside(shared)(x), shared(y, y)]
 
 
-@pytest.mark.parametrize("outputs", [mixed, in_two_models, inside_and_directly])
+@registered
+class Twice(OfTwo):
+    names = ("self",)
+
+    def call(self, x, memory):
+        self_attention = self.self
+        return self_attention(x, x) + self_attention(memory, memory)
+
+
+def in_a_composite(x, y):
+    return Twice()(x, y)
+
+
+@pytest.mark.parametrize(
+    "outputs", [mixed, in_one_model, in_two_models, inside_and_directly, in_a_composite]
+)
 def test_attention_that_runs_on_two_sequences_takes_no_ids_of_one(outputs):
-    model = of_two_texts(outputs)
+    model, ids = of_two_texts(outputs), np.ones((1, 7), "int32")
     with pytest.raises(ValueError, match="is called on two sequences, or on one that a further"):
-        hm.apply_head_masks(model, hm.SameSentence(9), copy=False)
+        apply(model, hm.SameSentence(9), copy=False)
     assert not hm.mask_specs(model)
+    apply(model, CHUNK, copy=False)([ids, ids])  # reads none
+
+
+def test_a_masked_model_may_be_called_on_two_texts():
+    ids = keras.Input((None,), dtype="int32", name="token_ids")
+    h = layers.Embedding(12, 8)(ids)
+    encoder = apply(keras.Model(ids, attention()(h, h)), hm.SameSentence(9))
+    both = [keras.Input((None,), dtype="int32", name=x) for x in ("token_ids", "other_ids")]
+    model = keras.Model(both, [encoder(x) for x in both])
+    one, two = np.array([[1, 2, 3, 9, 4, 5]]), np.array([[1, 9, 3, 4, 5, 6]])
+    changed = np.array([[7, 9, 3, 4, 5, 6]])
+    before, after = (numpy(model([one, x])[1])[0] for x in (two, changed))
+    np.testing.assert_array_equal(before[2:], after[2:])
+    assert np.abs(before[1] - after[1]).max() > 1e-3
+
+
+def test_a_query_changed_by_another_input_is_not_taken_for_cross_attention():
+    x, other = keras.Input((None, 8), name="x"), keras.Input((8,), name="other")
+    query = layers.Multiply()([x, layers.Reshape((1, 8))(other)])
+    model = keras.Model([x, other], attention()(query, x))
+    with pytest.raises(ValueError, match="Cannot tell whether the attention layer"):
+        apply(model, CHUNK)
+    apply(model, CHUNK, layers="multi_head")
 
 
 def test_a_residual_sum_goes_on_with_one_sequence():

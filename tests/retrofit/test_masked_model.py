@@ -1,13 +1,25 @@
-"""A masked model as an object of Keras: copied, used up, saved, loaded, exported, trained."""
+"""A masked model as an object of Keras: copied, saved, loaded, trained, called."""
 
+import copy
 import json
 
 import keras
 import numpy as np
 import pytest
 from contract import normal, numpy
-from keras import layers
-from small_models import CHUNK, TOKENS, Block, apply, leak, one_layer, stack
+from keras import layers, ops
+from small_models import (
+    CHUNK,
+    PARTS,
+    TOKENS,
+    Block,
+    apply,
+    by_loops,
+    leak,
+    of_ids,
+    one_layer,
+    stack,
+)
 from tolerance import assert_close
 
 import keras_headmask as hm
@@ -42,43 +54,138 @@ def test_without_a_copy_the_model_itself_is_masked(rule):
     np.testing.assert_array_equal(stock.get_weights()[1], numpy(kernel))
 
 
-def test_a_copy_of_a_masked_model_has_its_state():
-    """A rule that reads inputs adds layers, which stand in another place in the copy."""
+def test_a_copy_has_the_state_of_the_model():
+    """What is adapted, frozen or under LoRA, which no config of a block says."""
     x = keras.Input((None, 8))
     y = layers.Normalization(name="normal")(Block(name="first")(Block(name="second")(x)))
     stock = keras.Model(x, y)
     stock.get_layer("normal").adapt(normal(4, 7, 8, seed=1))
-    stock.get_layer("second").attention.query_dense.trainable = False
+    stock.get_layer("first").attention.trainable = False
+    dense = stock.get_layer("second").attention.query_dense
+    dense.enable_lora(2)
+    dense.lora_kernel_b.assign(normal(*dense.lora_kernel_b.shape))
     masked = apply(stock, hm.PerHead({0: hm.SameSegment("ids")}), add_inputs=True)
-    again = hm.unmasked(masked)
-    assert not again.get_layer("second").attention.query_dense.trainable
-    assert again.get_layer("first").attention.query_dense.trainable
     given = normal(2, 7, 8)
-    np.testing.assert_allclose(numpy(again(given)), numpy(stock(given)), rtol=0, atol=1e-5)
+    for twin in (hm.unmasked(masked), apply(stock, hm.Full())):
+        assert_close(numpy(twin(given)), numpy(stock(given)))
+        ours, theirs = ([(w.shape, w.trainable) for w in m.weights] for m in (twin, stock))
+        assert ours == theirs
+    assert len(masked.trainable_weights) == len(stock.trainable_weights) < len(stock.weights)
 
 
-def test_a_model_that_cannot_be_copied():
-    class Secret(layers.Layer):
-        def __init__(self, secret):
-            super().__init__()
+@pytest.mark.tensorflow
+def test_a_copy_has_vocabularies():
+    import tensorflow as tf
 
-        def call(self, x):
-            return x
+    words = layers.TextVectorization(output_sequence_length=6)
+    words.adapt(["drums in the deep"])
+    text = keras.Input((), dtype="string")
+    h = layers.Embedding(20, 8)(words(text))
+    model = keras.Model(text, layers.MultiHeadAttention(2, 4)(h, h))
+    given = tf.constant(["in the deep"])
+    masked = hm.apply_head_masks(model, hm.Full())
+    np.testing.assert_array_equal(numpy(masked(given)), numpy(model(given)))
 
-        def get_config(self):
-            return {}
 
-    x = keras.Input((7, 8))
-    model = keras.Model(x, Secret(3)(layers.MultiHeadAttention(4, 3)(x, x)))
-    with pytest.raises(ValueError, match=r"(?s)Copying .* is not possible: .*copy=False"):
-        apply(model, CHUNK)
-    assert apply(model, CHUNK, copy=False)(normal(2, 7, 8)).shape == (2, 7, 8)
+@pytest.mark.parametrize("rule", [CHUNK, hm.SameSentence(9)], ids=["positions", "ids"])
+def test_the_model_and_those_that_hold_it_run_no_function_of_old(rule):
+    model = one_layer()
+    outer = keras.Sequential([model, layers.Dense(2)])
+    before = [x.predict(TOKENS, verbose=0) for x in (model, outer)]
+    masked = hm.apply_head_masks(model, rule, copy=False)
+    assert masked is model
+    wanted = numpy(model(TOKENS)), numpy(outer.layers[-1](model(TOKENS)))
+    for one, old, new in zip((model, outer), before, wanted, strict=True):
+        got = one.predict(TOKENS, verbose=0)
+        assert_close(got, new, depth=3)
+        assert abs(got - old).max() > 1e-3
 
-    block = Block(name="block")  # whose inner layer stands in the graph, too: a config parts them
-    y = block(x)
-    model = keras.Model(x, [y, block.attention(y, y)])
-    with pytest.raises(ValueError, match=r"(?s)Copying .* is not possible: .*copy=False"):
-        apply(model, CHUNK)
+
+def test_models_built_on_its_tensors_before_are_refused():
+    model = one_layer()
+    head = keras.Model(model.inputs, layers.Dense(2)(model.output))
+    head.predict(TOKENS, verbose=0)
+    hm.apply_head_masks(model, CHUNK, copy=False)
+    with pytest.raises(ValueError, match=r"called outside of the masked model 'small'.*Mask last"):
+        head.predict(TOKENS, verbose=0)
+
+
+@keras.saving.register_keras_serializable("test_masked_model")
+class BuiltLate(layers.Layer):
+    """Its attention is made in `build`, and a config does not build it."""
+
+    def build(self, shape):
+        self.attention = layers.MultiHeadAttention(2, 4, name="self_attention")
+        self.attention.build(shape, shape)
+
+    def call(self, x):
+        return self.attention(x, x)
+
+    def get_build_config(self):
+        return None
+
+
+@keras.saving.register_keras_serializable("test_masked_model")
+class MadeLate(keras.Model):
+    """Its attention is made in the midst of its first call, and no config builds it."""
+
+    def __init__(self, **kwargs):
+        super().__init__(**kwargs)
+        self.embedding, self.block = layers.Embedding(12, 8), BuiltLate(name="block")
+
+    def call(self, token_ids):
+        return self.block(self.embedding(token_ids))
+
+    def get_build_config(self):
+        return None
+
+
+def test_rules_of_a_file_wait_for_attention_that_the_first_call_makes():
+    model = MadeLate()
+    model(TOKENS)
+    masked = apply(model, hm.SameSentence(9), "self", copy=False)
+    again = type(masked).from_config(masked.get_config())
+    assert again.get_config() == masked.get_config()
+    assert not hm.mask_specs(again)
+    first = numpy(again(TOKENS))
+    masked.set_weights(again.get_weights())
+    for made in (first, numpy(again(TOKENS))):
+        np.testing.assert_array_equal(made, numpy(masked(TOKENS)))
+
+
+@keras.saving.register_keras_serializable("test_masked_model")
+class AfterABlock(layers.Layer):
+    """Without `build`: a config says it is built before the block inside has made its attention."""
+
+    def __init__(self, **kwargs):
+        super().__init__(**kwargs)
+        self.inner = BuiltLate(name="inner")
+        self.other = layers.MultiHeadAttention(2, 4, name="other_self_attention")
+
+    def call(self, x):
+        x = self.inner(x)
+        return ops.concatenate([x, 0 * self.other(x, x)], axis=-1)
+
+
+@pytest.mark.parametrize(
+    "again",
+    [
+        lambda model, file: model.save(file) or keras.saving.load_model(file),
+        lambda model, file: copy.deepcopy(model),
+        lambda model, file: apply(model, hm.Full(), existing="and"),
+    ],
+    ids=["save", "deepcopy", "a rule on top"],
+)
+def test_a_rule_stays_with_its_attention_when_others_are_made_later(again, tmp_path):
+    model = of_ids(lambda x: AfterABlock(name="block")(x))
+    rule = hm.SameSentence(9)
+    masked = apply(model, rule, layers="block/inner.*")
+    again = again(masked, tmp_path / "model.keras")
+    again.set_weights(masked.get_weights())
+    specs = {path.split("block/")[1]: spec for path, spec in hm.mask_specs(again).items()}
+    assert specs["inner/self_attention"] in (rule, rule & hm.Full())
+    assert specs.get("other_self_attention", hm.Full()) == hm.Full()
+    np.testing.assert_array_equal(numpy(again(TOKENS)), numpy(masked(TOKENS)))
 
 
 # --- Files ----------------------------------------------------------------------------------------
@@ -196,3 +303,76 @@ def test_rematerialised_layers_find_the_rule_again(where, copy):
 
     for plain, again in zip(trained(False), trained(True), strict=True):
         assert_close(again, plain)
+
+
+# --- Calls ----------------------------------------------------------------------------------------
+
+
+def test_a_rule_that_no_layer_used():
+    @keras.saving.register_keras_serializable("test_masked_model")
+    class Sometimes(layers.MultiHeadAttention):
+        bypass = False
+
+        def call(self, query, value, key=None):
+            return query if Sometimes.bypass else super().call(query, value, key)
+
+    x, given = keras.Input((7, 8)), normal(2, 7, 8)
+    masked = apply(keras.Model(x, Sometimes(4, 3, name="s")(x, x)), CHUNK)
+    masked(given)
+    Sometimes.bypass = True
+    with pytest.raises(RuntimeError, match=r"attention layer 's' was not used in this call"):
+        masked(given)
+
+
+def test_time_distributed_runs_a_masked_model_on_each_text():
+    masked = hm.apply_head_masks(one_layer(mask_zero=False), hm.SameSentence(9))
+    texts = keras.Input((2, 7), dtype="int32")
+    model = keras.Model(texts, layers.TimeDistributed(masked)(texts))
+    assert_close(numpy(model(TOKENS[None]))[0], numpy(masked(TOKENS)))
+
+
+@pytest.mark.parametrize(
+    ("rule_inside", "name"),
+    [
+        (hm.SameSentence(9), "part_ids"),
+        (hm.SameSentence(9), "token_ids"),
+        (hm.SameSegment(input="token_ids"), "token_ids"),  # the same rule, of other ids
+    ],
+)
+def test_rules_of_a_model_and_of_one_inside_read_inputs_of_their_own(rule_inside, name):
+    """Also where two inputs have one name: `token_ids` of the outer model and of the inner one."""
+    stock = one_layer(mask_zero=False)
+    inner = hm.apply_head_masks(stock, rule_inside)
+    text = keras.Input((None,), dtype="int32", name="text_ids")
+    outer, part = keras.Model(text, inner(text)), hm.SameSegment(input=name)
+    both = hm.apply_head_masks(outer, part, existing="and", add_inputs=True)
+    inputs = {"token_ids": TOKENS, "part_ids": PARTS}
+    rule = rule_inside & hm.SameSegment(input="part_ids")
+    expected = by_loops(stock, rule, inputs, padding=False)
+    assert_close(numpy(both([TOKENS, PARTS])), expected)
+
+
+@pytest.mark.skipif(BACKEND == "jax", reason="JAX has 32 bits")
+def test_ids_of_64_bits():
+    """Keras casts a model's inputs, so that of the ids must have 64 bits."""
+    x, ids = keras.Input((4, 8)), keras.Input((4,), dtype="int64", name="ids")
+    model = keras.Model([x, ids], layers.MultiHeadAttention(2, 4)(x, x))
+    masked = hm.apply_head_masks(model, hm.SameSegment("ids"))
+    outer = keras.Model([x, ids], masked([x, ids]))
+    given, wide = normal(1, 4, 8), np.array([[5, 5 + 2**32, 6, 5]])
+    expected = numpy(masked([given, np.array([[5, 7, 6, 5]])]))
+    assert_close(numpy(outer([given, wide])), expected)
+
+
+def test_keras_hub_still_finds_its_own_classes(tmp_path):
+    keras_hub = pytest.importorskip("keras_hub")
+    from backbones import COVERED
+
+    backbone = keras_hub.models.BertBackbone(**COVERED[0].arguments)
+    backbone.save_to_preset(tmp_path)
+    task = keras_hub.models.BertTextClassifier(backbone, num_classes=2)
+    assert "BertTextClassifier" in type(hm.apply_head_masks(task, CHUNK)).__name__
+    loaded = keras_hub.models.TextClassifier.from_preset(
+        str(tmp_path), preprocessor=None, num_classes=2
+    )
+    assert type(loaded) is keras_hub.models.BertTextClassifier

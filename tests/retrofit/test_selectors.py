@@ -9,7 +9,7 @@ import pytest
 from contract import by_hand, normal, numpy
 from keras import layers
 from oracle import mask as mask_by_loops
-from small_models import CHUNK, PARTS
+from small_models import CHUNK, PARTS, of_vectors
 from tolerance import assert_close
 
 import keras_headmask as hm
@@ -117,8 +117,7 @@ def test_layers_of_one_name_are_told_apart():
         def call(self, x):
             return self.twins[1](y := self.twins[0](x, x), y)
 
-    x = keras.Input((7, 8))
-    model = keras.Model(x, Twins(name="pair")(x))
+    model = of_vectors(lambda x: Twins(name="pair")(x))
     masked = hm.apply_head_masks(model, {"0": CHUNK, "1": hm.Full()})
     assert hm.mask_specs(masked) == {"pair/twin": CHUNK, "pair/twin#2": hm.Full()}
 

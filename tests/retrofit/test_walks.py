@@ -32,10 +32,10 @@ def entered(call):
 
 # The most files. A number may be lowered; a commit that raises one says what it could not avoid.
 MOST = {
-    "apply_head_masks": 20,
-    "a masked call": 25,
-    "attention_probabilities": 27,
-    "export_saved_model": 31,
+    "apply_head_masks": 12,
+    "a masked call": 23,
+    "attention_probabilities": 24,
+    "export_saved_model": 28,
 }
 
 

@@ -14,39 +14,23 @@ _TEXT = {"vocabulary_size": 32, "num_layers": 1, "hidden_dim": 32, "intermediate
 _HEADS = {"num_heads": 4}
 _GROUPED = _TEXT | {"num_query_heads": 4, "num_key_value_heads": 2}
 _SLIDING = {"use_sliding_window_attention": True, "sliding_window_size": 4}
-_GEMMA_2 = _SLIDING | {
-    "num_layers": 2,  # the second does not slide
-    "head_dim": 8,
-    "attention_logit_soft_cap": 2.0,
-    "use_post_ffw_norm": True,
-    "use_post_attention_norm": True,
-}
-_GEMMA_3 = _SLIDING | {"head_dim": 16, "image_size": 16, "attention_logit_soft_cap": 2.0}
+_GEMMA_2 = (
+    _GROUPED
+    | _SLIDING
+    | {
+        "num_layers": 2,  # the second does not slide
+        "head_dim": 8,
+        "attention_logit_soft_cap": 2.0,
+        "use_post_ffw_norm": True,
+        "use_post_attention_norm": True,
+    }
+)
+_GEMMA_3 = _GROUPED | _SLIDING | {"head_dim": 16, "image_size": 16, "attention_logit_soft_cap": 2.0}
 _GEMMA_4 = _GEMMA_3 | {
     "num_layers": 3,
     "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
     "num_kv_shared_layers": 1,  # the last reads the keys of the first
     "hidden_size_per_layer_input": 4,
-}
-_GEMMA_3N = {
-    "text_vocab_size": 32,
-    "text_hidden_size": 32,
-    "num_hidden_layers": 3,
-    "pad_token_id": 0,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 8,
-    "intermediate_size": [16] * 3,
-    "hidden_activation": "gelu_approximate",
-    "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
-    "sliding_window": 4,
-    "rope_theta": 1e4,
-    "max_position_embeddings": 64,
-    "vocab_size_per_layer_input": 32,
-    "hidden_size_per_layer_input": 4,
-    "altup_num_inputs": 2,
-    "laurel_rank": 2,
-    "num_kv_shared_layers": 1,
 }
 _SMOLLM_3 = _TEXT | {
     "num_layers": 2,
@@ -62,7 +46,7 @@ _SMOLLM_3 = _TEXT | {
     "rope_theta": 1e4,
     "partial_rotary_factor": 1.0,
 }
-_LINEAR = {  # linear attention, and then attention
+_LINEAR = _GROUPED | {  # linear attention, and then attention
     "num_layers": 2,
     "layer_types": ["linear_attention", "full_attention"],
     "head_dim": 8,
@@ -73,6 +57,13 @@ _LINEAR = {  # linear attention, and then attention
     "linear_value_head_dim": 4,
 }
 _EXPERTS = {"num_experts": 2, "top_k": 2, "moe_intermediate_dim": 16}
+_MISTRAL = _GROUPED | {"sliding_window": 4}
+_QWEN_3 = _GROUPED | {"head_dim": 8, "sliding_window_size": 4}
+_QWEN_MOE = _GROUPED | _SLIDING | _EXPERTS | {"shared_expert_intermediate_dim": 16}
+_QWEN_3_5_MOE = _LINEAR | _EXPERTS | {"shared_expert_intermediate_size": 16}
+del _QWEN_3_5_MOE["intermediate_dim"]
+_GPT_OSS = _MISTRAL | {"num_layers": 2, "num_experts": 2}  # the second slides
+_DEBERTA = _TEXT | _HEADS | {"max_sequence_length": 16, "bucket_size": 4}
 
 
 class Family(NamedTuple):
@@ -88,124 +79,57 @@ class Family(NamedTuple):
         return self.name
 
 
+_WINDOW, _CAPPED = "sliding window", "sliding window, soft cap"
+_BESIDE_LINEAR = {
+    "keeps": "sliding window; linear attention, which no rule reaches",
+    "layers": "self_attention",
+}
+_ALIBI = {"key_heads": 4, "keeps": "bias by distance (ALiBi)"}
+
 FAMILIES = [
     Family("Llama", "LlamaBackbone", "LlamaAttention", _GROUPED),
-    Family(
-        "Mistral",
-        "MistralBackbone",
-        "CachedMistralAttention",
-        _GROUPED | {"sliding_window": 4},
-        keeps="sliding window",
-    ),
-    Family("Qwen 2", "QwenBackbone", "QwenAttention", _GROUPED | _SLIDING, keeps="sliding window"),
-    Family(
-        "Qwen 3",
-        "Qwen3Backbone",
-        "Qwen3Attention",
-        _GROUPED | {"head_dim": 8, "sliding_window_size": 4},
-        keeps="sliding window",
-    ),
+    Family("Mistral", "MistralBackbone", "CachedMistralAttention", _MISTRAL, keeps=_WINDOW),
+    Family("Qwen 2", "QwenBackbone", "QwenAttention", _GROUPED | _SLIDING, keeps=_WINDOW),
+    Family("Qwen 3", "Qwen3Backbone", "Qwen3Attention", _QWEN_3, keeps=_WINDOW),
     Family(
         "Mixtral",
         "MixtralBackbone",
         "CachedMixtralAttention",
-        _GROUPED | {"sliding_window": 4, "num_experts": 2},
-        keeps="sliding window",
+        _MISTRAL | {"num_experts": 2},
+        keeps=_WINDOW,
     ),
+    Family("Qwen MoE", "QwenMoeBackbone", "QwenMoeAttention", _QWEN_MOE, keeps=_WINDOW),
     Family(
-        "Qwen MoE",
-        "QwenMoeBackbone",
-        "QwenMoeAttention",
-        _GROUPED | _SLIDING | _EXPERTS | {"shared_expert_intermediate_dim": 16},
-        keeps="sliding window",
+        "Qwen 3 MoE", "Qwen3MoeBackbone", "Qwen3MoeAttention", _QWEN_3 | _EXPERTS, keeps=_WINDOW
     ),
+    Family("Qwen 3.5", "Qwen3_5Backbone", "Qwen3_5Attention", _LINEAR, **_BESIDE_LINEAR),
     Family(
-        "Qwen 3 MoE",
-        "Qwen3MoeBackbone",
-        "Qwen3MoeAttention",
-        _GROUPED | _EXPERTS | {"head_dim": 8, "sliding_window_size": 4},
-        keeps="sliding window",
+        "Qwen 3.5 MoE", "Qwen3_5MoeBackbone", "Qwen3_5Attention", _QWEN_3_5_MOE, **_BESIDE_LINEAR
     ),
-    Family(
-        "Qwen 3.5",
-        "Qwen3_5Backbone",
-        "Qwen3_5Attention",
-        _GROUPED | _LINEAR,
-        keeps="sliding window; linear attention, which no rule reaches",
-        layers="self_attention",
-    ),
-    Family(
-        "Qwen 3.5 MoE",
-        "Qwen3_5MoeBackbone",
-        "Qwen3_5Attention",
-        {k: x for k, x in _GROUPED.items() if k != "intermediate_dim"}
-        | _EXPERTS
-        | _LINEAR
-        | {"shared_expert_intermediate_size": 16},
-        keeps="sliding window; linear attention, which no rule reaches",
-        layers="self_attention",
-    ),
-    Family(
-        "gpt-oss",
-        "GptOssBackbone",
-        "GptOssAttention",
-        _GROUPED | {"num_layers": 2, "sliding_window": 4, "num_experts": 2},  # the second slides
-        keeps="sliding window, sinks",
-    ),
+    Family("gpt-oss", "GptOssBackbone", "GptOssAttention", _GPT_OSS, keeps="sliding window, sinks"),
     Family("Phi-3", "Phi3Backbone", "Phi3Attention", _GROUPED),
     Family("SmolLM 3", "SmolLM3Backbone", "SmolLM3Attention", _SMOLLM_3),
     Family("Gemma", "GemmaBackbone", "CachedGemmaAttention", _GROUPED | {"head_dim": 16}),
-    Family(
-        "Gemma 2",
-        "GemmaBackbone",
-        "CachedGemmaAttention",
-        _GROUPED | _GEMMA_2,
-        keeps="sliding window, soft cap",
-    ),
-    Family(
-        "Gemma 3, text",
-        "Gemma3Backbone",
-        "CachedGemma3Attention",
-        _GROUPED | _GEMMA_3,
-        keeps="sliding window, soft cap",
-    ),
-    Family(
-        "Gemma 3n, text",
-        "Gemma3nBackbone",
-        "Gemma3nTextAttention",
-        _GEMMA_3N,
-        keeps="sliding window, keys of an earlier layer",
-    ),
+    Family("Gemma 2", "GemmaBackbone", "CachedGemmaAttention", _GEMMA_2, keeps=_CAPPED),
+    Family("Gemma 3, text", "Gemma3Backbone", "CachedGemma3Attention", _GEMMA_3, keeps=_CAPPED),
     Family(
         "Gemma 4, text",
         "Gemma4Backbone",
         "Gemma4TextAttention",
-        _GROUPED | _GEMMA_4,
-        keeps="sliding window, soft cap, keys of an earlier layer",
+        _GEMMA_4,
+        keeps=f"{_CAPPED}, keys of an earlier layer",
     ),
     Family("GPT-NeoX", "GPTNeoXBackbone", "GPTNeoXAttention", _TEXT | _HEADS, 4),
     Family(
-        "Falcon",
-        "FalconBackbone",
-        "FalconAttention",
-        _TEXT | {"num_attention_heads": 4},
-        4,
-        keeps="bias by distance (ALiBi)",
+        "Falcon", "FalconBackbone", "FalconAttention", _TEXT | {"num_attention_heads": 4}, **_ALIBI
     ),
-    Family(
-        "BLOOM",
-        "BloomBackbone",
-        "BloomAttention",
-        _TEXT | _HEADS,
-        4,
-        keeps="bias by distance (ALiBi)",
-    ),
+    Family("BLOOM", "BloomBackbone", "BloomAttention", _TEXT | _HEADS, **_ALIBI),
     Family(
         "DeBERTa v3",
         "DebertaV3Backbone",
         "DisentangledSelfAttention",
-        _TEXT | _HEADS | {"max_sequence_length": 16, "bucket_size": 4},
-        4,
+        _DEBERTA,
+        key_heads=4,
         keeps="disentangled bias",
     ),
 ]
@@ -231,32 +155,16 @@ T5_GEMMA = _ENCODER_AND_DECODER | {
 }
 
 
-class EncoderDecoder(NamedTuple):
-    name: str
-    backbone: str
-    attention: str
-    arguments: dict
-    keeps: str
-
-    def __str__(self):
-        return self.name
-
-
 ENCODER_DECODERS = [
-    EncoderDecoder(
+    Family(
         "T5",
         "T5Backbone",
         "T5MultiHeadAttention",
         _TEXT | _HEADS | {"num_layers": 2},
-        "bias by distance",
+        key_heads=4,
+        keeps="bias by distance",
     ),
-    EncoderDecoder(
-        "T5Gemma",
-        "T5GemmaBackbone",
-        "T5GemmaAttention",
-        T5_GEMMA,
-        "sliding window, soft cap",
-    ),
+    Family("T5Gemma", "T5GemmaBackbone", "T5GemmaAttention", T5_GEMMA, keeps=_CAPPED),
 ]
 
 
@@ -288,7 +196,35 @@ _MOONSHINE = {
 }
 
 
+_GEMMA_3N = {
+    "text_vocab_size": 32,
+    "text_hidden_size": 32,
+    "num_hidden_layers": 3,
+    "pad_token_id": 0,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "intermediate_size": [16] * 3,
+    "hidden_activation": "gelu_approximate",
+    "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+    "sliding_window": 4,
+    "rope_theta": 1e4,
+    "max_position_embeddings": 64,
+    "vocab_size_per_layer_input": 32,
+    "hidden_size_per_layer_input": 4,
+    "altup_num_inputs": 2,
+    "laurel_rank": 2,
+    "num_kv_shared_layers": 1,
+}
+
 REFUSED = [
+    Refused(
+        "Gemma 3n",
+        "Gemma3nBackbone",
+        "Gemma3nTextAttention",
+        _GEMMA_3N,
+        "its graph multiplies by values that no config holds, so that a copy computes otherwise",
+    ),
     Refused(
         "PaliGemma",
         "PaliGemmaBackbone",

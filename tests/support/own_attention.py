@@ -62,7 +62,7 @@ def by_oracle(monkeypatch, stock, given, allowed, first_alone=False):
     def operation(logits, axis=-1):
         return usual(logits, axis) if first_alone and next(calls) else softmax(logits)
 
-    # (gpt-oss, Gemma 3n and T5 call the operation.)
+    # (gpt-oss and T5 call the operation.)
     own_ops = types.SimpleNamespace(**vars(keras.ops) | {"softmax": operation})
     own_ops.nn = types.SimpleNamespace(softmax=operation)
     layers = attention(stock)

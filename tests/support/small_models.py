@@ -49,6 +49,18 @@ class Block(layers.Layer):
         return cls(**config)
 
 
+def of_vectors(then, **how):
+    """Seven vectors of size 8, and `then`."""
+    x = keras.Input((7, 8))
+    return keras.Model(x, then(x), **how)
+
+
+def of_ids(then, length=None, **how):
+    """Ids below 12, their embeddings of size 8, and `then`."""
+    ids = keras.Input((length,), dtype="int32", name="token_ids")
+    return keras.Model(ids, then(layers.Embedding(12, 8)(ids)), **how)
+
+
 def one_layer(mask_zero=True, **arguments):
     """Token ids -> embedding with its Keras mask -> one attention layer."""
     ids = keras.Input((None,), dtype="int32", name="token_ids")

@@ -70,17 +70,6 @@ class OverABackbone(keras.Model):
 
 
 @registered
-class Nested(keras.Model):
-    def __init__(self, **kwargs):
-        super().__init__(**kwargs)
-        self.first, self.inner, self.last = layers.Dense(8), OfAList(), layers.Dense(2)
-
-    def call(self, inputs):
-        x, ids = inputs
-        return self.last(self.inner((self.first(x), ids)))
-
-
-@registered
 class OfAnArgument(keras.Model):
     """The mask inputs are an argument of their own, of which Keras files no shape."""
 
@@ -114,7 +103,6 @@ SHAPES = {
     OfAList: [[X, IDS]],
     OfBlocks: [IDS],
     OverABackbone: [{"token_ids": IDS, "mask": np.tril(np.ones((2, 2, 7, 7), bool), 3)}],
-    Nested: [[X, IDS]],
     OfAnArgument: [X, {"token_ids": IDS}],
     OfAnOption: [X, IDS],
 }

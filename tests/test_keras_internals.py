@@ -7,7 +7,6 @@ change a law of users sees stand in `versions.SEEN_BY`.
 import ast
 import contextlib
 import inspect
-import pickle
 import re
 import types
 from pathlib import Path
@@ -265,13 +264,6 @@ def test_a_graph_shows_its_calls():
     assert _keras.made_by(keras.KerasTensor((2,))) == (None, [])
 
 
-@relies_on("_default_save_signature", breaks="what holds a masked model could not be exported")
-@pytest.mark.tensorflow
-def test_tensorflow_asks_each_model_for_a_signature():
-    assert callable(graph()._default_save_signature)
-    assert layers.Dense(2)._default_save_signature is None
-
-
 @relies_on("around_exports", breaks="ONNX files would hold loops, and others gradients")
 def test_a_model_looks_up_how_it_is_exported(monkeypatch):
     from keras.src import export
@@ -286,35 +278,6 @@ def test_a_model_looks_up_how_it_is_exported(monkeypatch):
         graph().export("a file", format=name)
     assert seen == [("onnx", True, False), ("openvino", True, False), ("saved_model", False, True)]
     assert (is_dense_scope(), is_forward_only()) == (False, False)
-
-
-@relies_on("uncompile", breaks="a copy of KerasHub's task would train by what nobody asked for")
-def test_a_model_is_compiled_no_more():
-    model, other = graph(), graph()
-    model.compile("sgd", "mse", metrics=["mae"])
-    model.sampler, other.sampler, other.generate_function = "default", "greedy", "of other"
-    _keras.uncompile(model, other)
-    assert (model.compiled, model.loss, model.metrics) == (False, None, [])
-    assert "optimizer" not in vars(model)
-    assert (model.sampler, model.generate_function) == ("greedy", None)
-
-
-@relies_on("taken_by_inputs", breaks="a backbone taken out of a masked task would not obey")
-def test_what_the_inputs_of_a_functional_model_take():
-    a, b = keras.Input((3,), name="a"), keras.Input((4,), name="b")
-    for inputs, given in (({"b": b, "a": a}, {"a": 1, "b": 2, "c": 3}), ([b, a], [2, 1])):
-        model = keras.Model(inputs, layers.Concatenate()([a, b]))
-        taken = dict(_keras.taken_by_inputs(model, given))
-        assert (taken.keys(), taken[1] is a, taken[2] is b) == ({1, 2}, True, True)
-        assert _keras.taken_by_inputs(model, [1]) == []
-
-
-@relies_on("unpickle_model saving_lib KerasSaveable", breaks="`pickle` and `deepcopy` would fail")
-def test_pickles_call_one_function():
-    function, arguments = graph().__reduce__()
-    assert function.__func__ is _keras.unpickle_model.__func__
-    twin = pickle.loads(pickle.dumps(_keras.unpickle_model))(*arguments)
-    assert twin.output_shape == (None, 2)
 
 
 @pytest.mark.tensorflow

@@ -40,12 +40,19 @@ SEEN_BY = {
         "test_a_whole_mask_is_an_input_with_a_head_axis": "set_inputs",
     },
     "retrofit/test_frame": {
-        "test_it_obeys_whenever_it_is_called": "Functional functional_of",
+        "test_it_obeys_whenever_it_is_called": (
+            "Functional functional_of unpickle_model saving_lib KerasSaveable"
+        ),
+        "test_a_head_is_fitted_and_exported": "_default_save_signature",
+        "test_a_model_inside_obeys_alone_if_it_gets_the_same_inputs": "taken_by_inputs",
         "test_inputs_that_only_rules_read_come_and_go": "file_as REGISTERED_OBJS_TO_NAMES",
         "test_whole_models_in_hdf5_are_refused": "in_hdf5 global_state",
     },
     "retrofit/test_hidden_attention": {
         "test_the_graph_inside_a_sequential_model_is_not_taken_for_hidden": "sublayers",
+    },
+    "retrofit/test_tasks": {
+        "test_a_copy_of_a_task_is_not_compiled": "uncompile",
     },
     "retrofit/test_subclassed": {
         "test_a_model_that_keras_cannot_build_is_not_loaded_in_part": "has_query_in_file",

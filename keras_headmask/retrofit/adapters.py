@@ -45,13 +45,8 @@ class Attention:
 
     @property
     def num_key_heads(self) -> int:
-        """The heads of keys and values, as a cache keeps them."""
+        """The heads of keys and values."""
         return self.num_heads
-
-    @property
-    def head_dim(self) -> int:
-        """The features of a key in one head."""
-        return self.layer.key_dim
 
     @property
     def scale(self) -> float:
@@ -154,7 +149,6 @@ class GroupQuery(Attention):
 
     num_heads = _held("num_query_heads")
     num_key_heads = _held("num_key_value_heads")
-    head_dim = _held("head_dim")
 
     def arguments(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
         # The layer keeps in an attribute whether probabilities are wanted.
@@ -178,12 +172,6 @@ class Grouped(Attention):
     scale = _held("inv_norm_factor")
     dropout_layer = None  # the class drops parts of the context instead
     has_own_code = False
-    query_dense = _held("query_dense")
-
-    @property
-    def head_dim(self) -> int:
-        known = getattr(self.layer, "head_dim", None)
-        return known or self.query_dense.partial_output_shape[-1]
 
     def window(self, arguments: Mapping[str, Any]) -> MaskSpec | None:
         size = getattr(self.layer, "sliding_window_size", None)
@@ -272,7 +260,6 @@ class T5Gemma(Gemma):
 class GPTNeoX(Grouped):
     """As many key heads as query heads."""
 
-    head_dim = _held("attn_head_size")
     dropout_layer = _held("attn_dropout_layer")
 
 
@@ -303,7 +290,6 @@ class T5(Attention):
     hook = "call"
     returns_pair = False
     has_own_code = True
-    head_dim = _held("key_value_dim")
 
     def arguments(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
         if "own_mask" in kwargs:  # they are that already
@@ -363,7 +349,6 @@ class Deberta(Grouped):
 
     returns_pair = True
     has_own_code = True
-    head_dim = _held("attn_head_size")
     scale = _held("scale_factor")
 
     def called(self, compute: Callable, arguments: dict[str, Any]) -> tuple[Any, Any]:

@@ -24,7 +24,6 @@ from keras_headmask.rules.base import MaskSpec, leaves
 from keras_headmask.rules.protocol import Sides
 
 Source = str | tuple[str | None, str | None]
-Tensors = Mapping[str, Any]
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -54,7 +53,7 @@ class LayerRule:
         """The names of the inputs that a call of the model must have."""
         return sorted({name for source in self.sources.values() for name in names_in(source)})
 
-    def inputs_from(self, tensors: Tensors) -> dict[str, Any]:
+    def inputs_from(self, tensors: Mapping[str, Any]) -> dict[str, Any]:
         """The mask inputs of the spec, taken from `tensors` by name."""
 
         def side(name: str | None) -> Any:
@@ -72,7 +71,7 @@ class LayerRule:
             for leaf in leaves(self.spec)
         ]
 
-    def prepared(self, tensors: Tensors) -> dict[MaskSpec, dict[str, Sides]]:
+    def prepared(self, tensors: Mapping[str, Any]) -> dict[MaskSpec, dict[str, Sides]]:
         """By leaf of the spec, what the model prepared for it and `tensors` holds."""
         prepared = {}
         for leaf, names in self._prepared_names:

@@ -252,17 +252,11 @@ _FUNCTIONS = "train_function", "test_function", "predict_function", "generate_fu
 
 def drop_compiled(layers: list[keras.Layer]) -> None:
     """Drop what Keras has compiled of every model that holds one of `layers`."""
-    kinds, sought = _with_subclasses(keras.Model), {id(layer) for layer in layers}
-    # (By the type: `isinstance` reads `__class__`, at which lazy objects load something. There are
-    # millions of objects, and few classes.)
-    for model in [x for x in gc.get_objects() if type(x) in kinds]:
+    sought = {id(layer) for layer in layers}
+    # (By the type: `isinstance` reads `__class__`, at which lazy objects load something.)
+    for model in [x for x in gc.get_objects() if issubclass(type(x), keras.Model)]:
         if sought & {id(layer) for layer in _keras.layers_of(model)}:
             vars(model).update(dict.fromkeys(vars(model).keys() & set(_FUNCTIONS)))
-
-
-def _with_subclasses(kind: type) -> set[type]:
-    below: list[type] = kind.__subclasses__()
-    return {kind}.union(*(_with_subclasses(each) for each in below))
 
 
 # --- Models become masked, and stock again --------------------------------------------------------

@@ -13,7 +13,7 @@ import decoders
 import keras
 import numpy as np
 import pytest
-from backbone_calls import drawn_by_numpy, randomised
+from backbone_calls import ANSWER, TEXT, called, data, drawn_by_numpy, randomised
 from contract import normal, numpy
 from decoders import ENCODER_DECODERS, FAMILIES, T5_GEMMA
 from fresh import reload_fresh
@@ -28,7 +28,6 @@ from keras_headmask.retrofit.frame import opened
 
 keras_hub = pytest.importorskip("keras_hub", exc_type=ImportError)  # (or made for another Keras)
 pytestmark = pytest.mark.filterwarnings("ignore:.*destroy the mask information.*")  # T5's own
-TEXT, ANSWER = 8, 6  # tokens
 OF_CROSS = hm.PerHead({1: hm.Window(before=1, after=2), 2: hm.Keys(0, stop=3), 3: hm.Nothing()})
 ALL = {(n, m): np.ones((4, n, m), bool) for n in (TEXT, ANSWER) for m in (TEXT, ANSWER, TEXT + 1)}
 WITH_SINK = np.pad(of_rule(TEXT), ((0, 0), (0, 0), (0, 1)), constant_values=True)
@@ -67,25 +66,8 @@ def models(family):
     return _made[family.name]
 
 
-def data(model):
-    rng, given = np.random.default_rng(1), {}
-    for name in (x.name for x in model.inputs):
-        length, padded = (ANSWER, 1) if name.startswith("decoder") else (TEXT, 2)
-        if name.endswith("token_ids"):
-            given[name] = rng.integers(2, 30, (2, length)).astype("int32")
-        elif name.endswith("padding_mask"):
-            given[name] = np.ones((2, length), "int32")
-            given[name][1, length - padded :] = 0
-        else:  # Gemma 4's positions
-            given[name] = np.tile(np.arange(length, dtype="int32"), (2, 1))
-    return given
-
-
 def outputs(model):
-    """By name; "only" where there is one."""
-    made = model(data(model))
-    made = made if isinstance(made, dict) else {"only": made}
-    return {name: numpy(x) for name, x in made.items()}
+    return called(model, data(model))
 
 
 def by_own_code(monkeypatch, stock, allowed, **how):

@@ -172,31 +172,27 @@ class Block(layers.Layer):
         super().__init__(**kwargs)
         self.how = how
         self.attention = layers.MultiHeadAttention(2, 4, name="attention")
-        self.function = compiled(self.attend)
+        self.function = compiled(lambda x: self.attention(x, x))
 
     def build(self, shape):
         self.attention.build(shape, shape)
         if "of old" in self.how:
             self.function(ops.zeros((2, 7, 8)))
 
-    def attend(self, x):
-        return self.attention(x, x)
-
     def call(self, x):
-        if self.how == "remat":
-            return keras.remat(self.attend)(x)
-        if self.how == "cond":
-            return ops.cond(ops.sum(x) > -1e9, lambda: self.attend(x), lambda: x)
-        if self.how == "while_loop":
-            step = lambda i, x: (i + 1, self.attend(x))  # noqa: E731
-            return ops.while_loop(lambda i, x: i < 1, step, (0, x))[1]
-        direct = self.attend(x) if "plain" in self.how else 0.0
-        if "in eager mode" in self.how and not hasattr(x, "numpy"):
-            return self.attend(x)
-        return self.function(x) + direct if "function" in self.how else direct
+        def attend(x):
+            return self.attention(x, x)
 
-    def compute_output_shape(self, shape):
-        return shape
+        if self.how == "remat":
+            return keras.remat(attend)(x)
+        if self.how == "cond":
+            return ops.cond(ops.sum(x) > -1e9, lambda: attend(x), lambda: x)
+        if self.how == "while_loop":
+            return ops.while_loop(lambda i, x: i < 1, lambda i, x: (i + 1, attend(x)), (0, x))[1]
+        direct = attend(x) if "plain" in self.how else 0.0
+        if "in eager mode" in self.how and not hasattr(x, "numpy"):
+            return attend(x)
+        return self.function(x) + direct if "function" in self.how else direct
 
 
 class Whole(keras.Model):

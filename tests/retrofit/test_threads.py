@@ -118,19 +118,8 @@ def looked_at_model():
     )
 
 
-def run_fresh(folder, requests):
-    """What a fresh process answers, without the process."""
-    import tensorflow as tf
-
-    loaded = tf.saved_model.load(str(folder))
-    ask = loaded.signatures["serving_default"]
-    answers = [ask(**{k: tf.constant(x) for k, x in given.items()}) for given in requests]
-    return [{name: x.numpy() for name, x in answer.items()} for answer in answers]
-
-
 def exported(masked, folder):
-    given = dict(zip([x.name for x in masked.inputs], [TOKENS, PARTS[0]], strict=True))
-    return hm.export_saved_model(masked, folder, check=given)
+    return hm.export_saved_model(masked, folder, check=False)
 
 
 def linted(masked, _folder):
@@ -155,19 +144,11 @@ if keras.backend.backend() == "tensorflow":
     LOOKS["export"] = exported
 
 
-@pytest.fixture
-def without_a_process(monkeypatch):
-    from keras_headmask.export import checking
-
-    monkeypatch.setattr(checking, "run_fresh", run_fresh)
-
-
 def state(masked):
     """What each layer object holds of its own."""
     return [sorted(vars(layer)) for layer in masked._flatten_layers()]
 
 
-@pytest.mark.usefixtures("without_a_process")
 @pytest.mark.parametrize("look", LOOKS)
 def test_a_look_changes_nothing_for_other_threads(look, tmp_path, monkeypatch):
     """Whenever the look runs the model, another thread runs it too."""

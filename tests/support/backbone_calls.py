@@ -14,21 +14,29 @@ def built(name, arguments):
     return getattr(keras_hub.models, name)(**values)
 
 
+TEXT, ANSWER = 8, 6  # tokens, the second of a decoder beside an encoder
+
+
 def data(model):
-    """Eight tokens (or as many as a picture, or a sound, has) for each input of `model`."""
+    """Tokens (or as many as a picture, or a sound, has) for each input of `model`."""
     rng = np.random.default_rng(1)
     made = {}
     for tensor in model.inputs:
-        if tensor.name.endswith("token_ids"):
-            made[tensor.name] = rng.integers(2, 28, (2, 8)).astype("int32")
-        elif tensor.name.endswith("padding_mask"):
-            made[tensor.name] = np.array([[1] * 8, [1] * 6 + [0] * 2], "int32")
-        elif tensor.name == "segment_ids":
-            made[tensor.name] = np.array([[0] * 5 + [1] * 3] * 2, "int32")
-        elif tensor.name == "encoder_features":
-            made[tensor.name] = rng.normal(size=(2, 16, 4)).astype("float32")
+        name = tensor.name
+        length, padded = (ANSWER, 1) if name.startswith("decoder") else (TEXT, 2)
+        if name.endswith("token_ids"):
+            made[name] = rng.integers(2, 28, (2, length)).astype("int32")
+        elif name.endswith("padding_mask"):
+            made[name] = np.ones((2, length), "int32")
+            made[name][1, length - padded :] = 0
+        elif name == "segment_ids":
+            made[name] = np.array([[0] * 5 + [1] * 3] * 2, "int32")
+        elif name == "position_ids":
+            made[name] = np.tile(np.arange(length, dtype="int32"), (2, 1))
+        elif name == "encoder_features":
+            made[name] = rng.normal(size=(2, 16, 4)).astype("float32")
         else:
-            made[tensor.name] = rng.normal(size=(2, *tensor.shape[1:])).astype("float32")
+            made[name] = rng.normal(size=(2, *tensor.shape[1:])).astype("float32")
     return made
 
 

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from contract import normal, numpy
 from keras import layers, ops
+from keras_versions import takes_unread_inputs
 from small_models import (
     CHUNK,
     PARTS,
@@ -353,6 +354,7 @@ def test_rules_of_a_model_and_of_one_inside_read_inputs_of_their_own(rule_inside
 
 
 @pytest.mark.skipif(BACKEND == "jax", reason="JAX has 32 bits")
+@takes_unread_inputs
 def test_ids_of_64_bits():
     """Keras casts a model's inputs, so that of the ids must have 64 bits."""
     x, ids = keras.Input((4, 8)), keras.Input((4,), dtype="int64", name="ids")

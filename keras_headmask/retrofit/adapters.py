@@ -413,7 +413,9 @@ def walk(layer: Any, path: str = "") -> Iterator[tuple[str, Any]]:
     """Paths and layers inside `layer`, in forward order as far as the graph shows it."""
     if adapter_of(layer) is not None:
         return  # (no attention is inside attention)
-    inner = children(layer)
+    inner = list(layer.layers) if isinstance(layer, keras.Model) else []
+    seen = {id(x) for x in inner}
+    inner += [x for x in _keras.sublayers(layer) if id(x) not in seen]
     # Operations without a layer: `keras.ops.dot_product_attention` in a graph, say.
     if isinstance(layer, _keras.Functional):
         inner += [x for x in layer.operations if not isinstance(x, keras.Layer)]
@@ -421,13 +423,6 @@ def walk(layer: Any, path: str = "") -> Iterator[tuple[str, Any]]:
         place = f"{path}/{child.name}" if path else child.name
         yield place, child
         yield from walk(child, place)
-
-
-def children(layer: Any) -> list[Any]:
-    """The layers that `layer` holds, in forward order as far as its graph shows it."""
-    inner = list(layer.layers) if isinstance(layer, keras.Model) else []
-    seen = {id(x) for x in inner}
-    return inner + [x for x in _keras.sublayers(layer) if id(x) not in seen]
 
 
 def attention(layer: Any) -> list[keras.Layer]:

@@ -36,7 +36,6 @@ from keras_headmask.rules.base import MaskSpec, check_heads, merged_inputs, rest
 from keras_headmask.rules.protocol import InputType
 from keras_headmask.rules.words import aligned, numbers_in_words
 
-Planned = list[tuple[AttentionLayer, LayerRule]]
 Pairs = list[tuple[Any, Any]]  # each layer with its twin in the copy; the model itself, too
 _WAYS = ("error", "and", "replace")
 
@@ -297,8 +296,8 @@ def unmasked(model: keras.Model) -> keras.Model:
 # --- Which inputs rules read ----------------------------------------------------------------------
 
 
-def check_inputs(found: Found, planned: Planned, add_inputs: bool) -> None:
-    """Raise if a rule reads something that the inputs of the model cannot give it."""
+def check_inputs(found: Found, planned: list[Any], add_inputs: bool) -> None:
+    """Raise if a rule of `planned`, pairs of a layer and a rule, reads what no input gives it."""
     inputs = None if found.graph is None else found.graph.input
     if isinstance(inputs, dict):
         read = {name for _, rule in planned for name in rule.spec.inputs}

@@ -138,7 +138,7 @@ _BOXES = {  # by name: left, middle, width, first line, second line
     "layers": (2.0, 4.0, 2.2, "layers/", "projects, collects masks"),
     "request": (4.8, 4.0, 2.2, "attention/request.py", "rule & masks: one spec"),
     "rules": (7.6, 4.0, 2.2, "rules/", "prepares what it reads"),
-    "choose": (10.4, 4.0, 2.2, "attention/choose.py", "names the kernel"),
+    "choose": (10.4, 4.0, 2.2, "attention/kernels.py", "names the kernel"),
     "loop": (13.2, 5.0, 2.4, "attention/tensorflow/", "loop"),
     "gathered": (13.2, 4.0, 2.4, "attention/gathered.py", "gathered"),
     "fused": (13.2, 3.0, 2.4, "attention/fused.py", "fused"),

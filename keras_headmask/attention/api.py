@@ -8,8 +8,8 @@ import keras
 import numpy as np
 
 from keras_headmask import masks
-from keras_headmask.attention.choose import attend
-from keras_headmask.attention.logits import checked_changes
+from keras_headmask.attention.dense import checked_changes
+from keras_headmask.attention.kernels import attend
 from keras_headmask.attention.request import (
     Request,
     all_that_restricts,

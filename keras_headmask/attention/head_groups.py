@@ -7,7 +7,6 @@ import keras
 from keras import ops
 
 from keras_headmask import _keras
-from keras_headmask.attention.logits import select_heads
 from keras_headmask.attention.scopes import Tuning
 from keras_headmask.masks import Tensor
 from keras_headmask.rules import evaluation
@@ -107,6 +106,16 @@ def unfolded(rows: Tensor, sharing: int) -> Tensor:
         return rows
     batch, heads, length, size = ops.shape(rows)
     return ops.reshape(rows, (batch, heads * sharing, length // sharing, size))
+
+
+def select_heads(tensor: Tensor, heads: tuple[int, ...], axis: int) -> Tensor:
+    """Some heads of `tensor`, sorted; heads that are side by side are not gathered."""
+    first, last = heads[0], heads[-1]
+    if len(heads) != last - first + 1:
+        return ops.take(tensor, list(heads), axis=axis)
+    if len(heads) == tensor.shape[axis]:
+        return tensor
+    return tensor[(slice(None),) * axis + (slice(first, last + 1),)]
 
 
 # By one split and one concatenation each, since their gradients are the same; the gradients of

@@ -10,7 +10,7 @@ import keras
 
 from keras_headmask import _keras
 from keras_headmask.attention import head_groups
-from keras_headmask.attention.logits import NONE, Changes
+from keras_headmask.attention.dense import NONE, Changes
 from keras_headmask.attention.scopes import is_dense_scope
 from keras_headmask.masks import Length, Mask, Tensor, sizes
 from keras_headmask.rules import evaluation, graphs

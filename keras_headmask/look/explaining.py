@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 
 from keras import ops
 
-from keras_headmask.attention import choose, gathered, head_groups, kernels, scopes
+from keras_headmask.attention import gathered, head_groups, kernels, scopes
 from keras_headmask.attention.api import dot_product_attention
 from keras_headmask.attention.head_groups import Part
 from keras_headmask.attention.request import Request
@@ -87,7 +87,7 @@ def explain(
         found.append(_explained(request, part))
         return ops.zeros_like(request.query[..., :1]) + request.value[:, :1, :1] * 0
 
-    with choose.watched(watch), scopes.without_gradients():
+    with kernels.watched(watch), scopes.without_gradients():
         if isinstance(what, MaskSpec):
             query, key = (ops.zeros((batch, n, num_heads, _SIZE)) for n in (queries, keys))
             given = _inputs(what, batch, queries, keys)
@@ -110,7 +110,7 @@ def _inputs(spec: MaskSpec | None, batch: int, *lengths: int) -> Mapping[str, An
 
 
 def _explained(request: Request, part: Part) -> Explanation:
-    kernel, share = choose.choose(request, part), 1.0
+    kernel, share = kernels.choose(request, part), 1.0
     batch, queries, heads, _ = request.query.shape
     sizes = queries, request.key.shape[1], 0
     if kernel is kernels.loop:

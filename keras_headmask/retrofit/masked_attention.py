@@ -14,7 +14,7 @@ from keras import ops
 
 from keras_headmask import _keras, masks
 from keras_headmask.attention import scopes
-from keras_headmask.attention.choose import attend
+from keras_headmask.attention.kernels import attend
 from keras_headmask.attention.request import Request, all_that_restricts, bound_to
 from keras_headmask.layers.call_checks import is_zero
 from keras_headmask.layers.masked import MaskedAttention

@@ -12,7 +12,7 @@ from tiled_contract import ALWAYS
 from tolerance import assert_close
 
 import keras_headmask as hm
-from keras_headmask.attention import choose
+from keras_headmask.attention import kernels
 from keras_headmask.attention.scopes import tuned
 from keras_headmask.retrofit.frame import moved, opened
 
@@ -62,14 +62,14 @@ def kernel_of(queries=512, keys=512, key_heads=4, dtype="float32", how="plain", 
     found, rest = [], {"mask_spec": NEAR} | rest
 
     def watch(request, part):
-        found.append(choose.choose(request, part).__name__)
+        found.append(kernels.choose(request, part).__name__)
         return ops.zeros_like(request.query)
 
     def call(query, key):
         return hm.dot_product_attention(query, key, key, **rest)
 
     shapes = (2, queries, 4, 8), (2, keys, key_heads, 8)
-    with choose.watched(watch):
+    with kernels.watched(watch):
         called(call, [ops.ones(shape, dtype) for shape in shapes], how)
     return found[0]
 

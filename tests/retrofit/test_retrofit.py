@@ -26,7 +26,7 @@ from tiled_contract import ALWAYS
 from tolerance import assert_close
 
 import keras_headmask as hm
-from keras_headmask.attention import choose, kernels
+from keras_headmask.attention import kernels
 from keras_headmask.attention.scopes import tuned
 
 RULES = {
@@ -48,8 +48,8 @@ RULES = {
 @pytest.mark.parametrize("tiled", [False, True], ids=["dense", "tiled"])
 @pytest.mark.parametrize("rule", RULES)
 def test_a_rule_is_what_the_loops_say(rule, tiled, dropout, monkeypatch):
-    went, real = [], choose.choose
-    monkeypatch.setattr(choose, "choose", lambda *given: went.append(real(*given)) or went[-1])
+    went, real = [], kernels.choose
+    monkeypatch.setattr(kernels, "choose", lambda *given: went.append(real(*given)) or went[-1])
     with tuned(**ALWAYS) if tiled else hm.dense_scope():
         check_a_rule(rule, dropout)
     assert went

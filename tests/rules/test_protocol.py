@@ -9,7 +9,7 @@ import pytest
 from contract import numpy
 
 import keras_headmask as hm
-from keras_headmask.attention import choose, gathered
+from keras_headmask.attention import gathered, kernels
 from keras_headmask.attention.request import Request
 from keras_headmask.export.signature import Input
 from keras_headmask.retrofit.find import Found
@@ -111,8 +111,8 @@ def test_a_twin_is_treated_alike(leaf):
                 assert evaluation.checked_or_default_offset(None, one, 1, 4) == 0
             of_both.append(
                 (
-                    gathered.plan_of(choose.part_of_all(request), LENGTH, LENGTH + 9, 3),
-                    choose.choose(request, choose.part_of_all(request)),
+                    gathered.plan_of(kernels.part_of_all(request), LENGTH, LENGTH + 9, 3),
+                    kernels.choose(request, kernels.part_of_all(request)),
                     str(found).replace("Twin", ""),
                     {name: numpy(ids).tolist() for name, ids in made.items()},
                     len(said),

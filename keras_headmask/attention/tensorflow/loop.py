@@ -14,8 +14,8 @@ import tensorflow as tf
 
 from keras_headmask._keras import tensorflow as internals
 from keras_headmask.attention import head_groups
+from keras_headmask.attention.dense import capped, with_sinks
 from keras_headmask.attention.head_groups import Part, folded, unfolded
-from keras_headmask.attention.logits import capped, with_sinks
 from keras_headmask.attention.tensorflow.graph import (
     added,
     one_function,

@@ -101,13 +101,17 @@ def whole_masks(rules: Iterable[LayerRule]) -> set[str]:
 
 def prepared_names(leaf: MaskSpec, name: str, sources: Mapping[str, Source]) -> Sides:
     """The names of the tensors that are prepared for an input of a leaf, one for each side."""
-    source = sources[name]
-    config = json.dumps(leaf.get_config(), sort_keys=True)  # (two classes may have one repr)
+    source, config = sources[name], _config_of(leaf)
     if isinstance(source, str):
         return Sides(f"{config} of {source}", f"{config} of {source}")
     of_both = ", ".join(names_in(source))
     sides = zip(source, ("queries", "keys"), strict=True)
     return Sides(*(None if s is None else f"{config} of {of_both}: {side}" for s, side in sides))
+
+
+@functools.lru_cache
+def _config_of(leaf: MaskSpec) -> str:
+    return json.dumps(leaf.get_config(), sort_keys=True)  # (two classes may have one repr)
 
 
 # --- What an attention layer obeys ----------------------------------------------------------------

@@ -33,9 +33,9 @@ def entered(call):
 # The most files. A number may be lowered; a commit that raises one says what it could not avoid.
 MOST = {
     "apply_head_masks": 12,
-    "a masked call": 23,
-    "attention_probabilities": 24,
-    "export_saved_model": 28,
+    "a masked call": 21,
+    "attention_probabilities": 21,
+    "export_saved_model": 26,
 }
 
 

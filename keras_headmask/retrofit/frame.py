@@ -256,6 +256,18 @@ def in_own_function(name: str) -> str:
     )
 
 
+def was_traced(layer: keras.Layer) -> bool:
+    """Whether an attribute of `layer` or its class is a `tf.function` that was traced before."""
+    if keras.backend.backend() != "tensorflow":
+        return False
+    import tensorflow as tf
+
+    kind = tf.types.experimental.PolymorphicFunction
+    attributes = [x for holder in (layer, *type(layer).__mro__) for x in vars(holder).items()]
+    functions = [getattr(layer, name) for name, value in attributes if isinstance(value, kind)]
+    return any(function.experimental_get_tracing_count() for function in functions)
+
+
 # --- Files ----------------------------------------------------------------------------------------
 
 _filing: ContextVar[frozenset[int]] = ContextVar("filing", default=frozenset())

@@ -225,7 +225,19 @@ def test_a_function_that_calls_attention_is_refused(how, copy):
     model(normal(2, 7, 8))  # and is as it was
 
 
-@pytest.mark.skipif(BACKEND == "torch", reason="torch.compile traces again")
+@pytest.mark.tensorflow
+@pytest.mark.parametrize("how", ["function of old", "plain, and function of old"])
+def test_a_function_of_old_in_a_subclassed_model_is_found_among_attributes(how):
+    model, given = Whole(Block(how, name="self")), normal(2, 7, 8)
+    model(given)
+    with pytest.raises(ValueError, match=IN_FUNCTION):
+        apply(model, CHUNK, copy=False, layers="attention")
+    plain = Whole(Block("plain", name="self"))  # has such a function, which nobody called
+    plain(given)
+    apply(plain, CHUNK, copy=False, layers="attention")(given)
+
+
+@pytest.mark.skipif(BACKEND != "jax", reason="it keeps traces, and shows none")
 def test_a_function_of_old_in_a_subclassed_model_is_missed():
     model, given = Whole(Block("function of old", name="self")), normal(2, 7, 8)
     model(given)

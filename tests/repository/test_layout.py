@@ -65,15 +65,15 @@ def folder(module):
 # The most lines of each folder. A number may be lowered; a commit that raises one says what could
 # not be deleted instead.
 MOST_LINES = {
-    "attention": 2_700,
-    "rules": 3_380,
-    "retrofit": 3_290,
+    "attention": 2_690,
+    "rules": 3_140,
+    "retrofit": 3_220,
     "heads": 1_300,
     "export": 590,
     "look": 730,
     "layers": 850,
     "linting": 270,
-    "_keras": 680,
+    "_keras": 560,
     "generation": 150,
     "masks": 450,
 }

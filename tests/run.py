@@ -64,7 +64,7 @@ _DAILY = "--part=daily"
 RUNS = {
     "lint": ("Style, types and pages: a minute.", _SOURCE),
     "test": (
-        "Style, and the tests that catch most: 5 to 8 minutes on two idle cores.",
+        "Style, and the tests that catch most: about 5 minutes on two idle cores.",
         [
             *_SOURCE,
             [_tests("TensorFlow", "tensorflow", *_TWO_WORKERS, _DAILY, *_ALL, *_without(_PAGES))],
@@ -76,7 +76,7 @@ RUNS = {
         ],
     ),
     "test-all": (
-        "All tests of every day: 20 minutes.",
+        "All tests of every day: 15 to 20 minutes.",
         [*_SOURCE, *_by_backend("--write-seconds")],
     ),
     "rest": ("What `make test` leaves out on TensorFlow.", _by_backend("--part=rest")[:2]),

@@ -5,13 +5,15 @@ import contextlib
 import keras
 import numpy as np
 import pytest
-from backbone_calls import drawn_by_numpy
+from backbone_calls import ANSWER, data, drawn_by_numpy
 from contract import numpy
-from decoders import FAMILIES
+from decoders import ENCODER_DECODERS, FAMILIES
 from keras import ops
+from own_attention import RULE
 from tolerance import assert_close
 
 import keras_headmask as hm
+from keras_headmask.retrofit.frame import opened
 
 keras_hub = pytest.importorskip("keras_hub")
 
@@ -150,14 +152,17 @@ OF_EACH = hm.PerHead(
 )
 
 
+def task_of(backbone, kind="CausalLM"):
+    drawn_by_numpy(backbone, 0.3)
+    table = getattr(backbone, "decoder_token_embedding", backbone.token_embedding).embeddings
+    table.assign(0.1 * table)  # else tied embeddings repeat the last token
+    task = getattr(keras_hub.models, type(backbone).__name__.replace("Backbone", kind))
+    return task(backbone=backbone, preprocessor=None)
+
+
 def decoder(name, **arguments):
     family = next(x for x in FAMILIES if x.name == name)
-    backbone = getattr(keras_hub.models, family.backbone)(**family.arguments | arguments)
-    drawn_by_numpy(backbone, 0.3)
-    table = backbone.token_embedding.embeddings
-    table.assign(0.1 * table)  # else tied embeddings repeat the last token
-    task = getattr(keras_hub.models, family.backbone.replace("Backbone", "CausalLM"))
-    return task(backbone=backbone, preprocessor=None)
+    return task_of(getattr(keras_hub.models, family.backbone)(**family.arguments | arguments))
 
 
 @pytest.mark.parametrize(
@@ -167,20 +172,6 @@ def test_a_family_generates_as_without_a_cache(name):
     stock = decoder(name, **NOT_LINEAR if "3.5" in name else {})
     masked = hm.apply_head_masks(stock, OF_EACH)
     got = generated(masked, "greedy", run_eagerly=True)
-    np.testing.assert_array_equal(got, without_cache(masked, "greedy"))
-    assert (got != without_cache(stock, "greedy")).any()
-
-
-@pytest.mark.long
-def test_full_is_stock_and_a_file_generates_alike(tmp_path):
-    stock = causal_lm()
-    full = hm.apply_head_masks(stock, hm.Full())
-    np.testing.assert_array_equal(generated(full, "greedy", True), generated(stock, "greedy", True))
-    masked = hm.apply_head_masks(stock, STREAMING, layers=1)
-    masked.save(tmp_path / "masked.keras")
-    again = keras.saving.load_model(tmp_path / "masked.keras", compile=False)
-    assert type(again) is type(masked)
-    got = generated(again, "greedy", True)
     np.testing.assert_array_equal(got, without_cache(masked, "greedy"))
     assert (got != without_cache(stock, "greedy")).any()
 
@@ -244,6 +235,26 @@ def test_generation_knows_which_tokens_it_wrote(name):
     assert (compared[0] != in_window).any()
 
 
+def test_a_task_on_a_masked_backbone_generates_only_if_it_has_the_rule():
+    """KerasHub's cache calls the layers of the backbone, not the backbone."""
+    backbone = hm.apply_head_masks(causal_lm().backbone, STREAMING)
+    task = keras_hub.models.GPT2CausalLM(backbone=backbone, preprocessor=None)
+    with pytest.raises(ValueError, match="called outside of the masked model 'gpt2_backbone"):
+        generated(task, "greedy", True)
+    masked = hm.apply_head_masks(task, hm.Full(), existing="and")
+    np.testing.assert_array_equal(generated(masked, "greedy", True), without_cache(task, "greedy"))
+
+
+@pytest.mark.long
+def test_scores_are_the_logits_of_the_whole_forward():
+    """KerasHub's `score()` calls the layers one by one, without the model's inputs."""
+    rule = hm.PerHead({0: hm.SameSentence(END), 1: hm.Window(1, 0)})
+    masked, real = hm.apply_head_masks(causal_lm(), rule), np.ones_like(PROMPT)
+    logits = numpy(masked({"token_ids": PROMPT, "padding_mask": real}))
+    for padding in ((), (real,)):
+        assert_close(numpy(masked.score(PROMPT, *padding)), logits, depth=6)
+
+
 def test_a_whole_mask_holds_in_generation():
     rule = hm.PerHead({"0-1": hm.MaskInput("seen"), 2: hm.MaskInput("seen") & hm.Window(3, 0)})
     masked = hm.apply_head_masks(causal_lm(), {"0": rule}, add_inputs=True)
@@ -276,3 +287,78 @@ def test_what_cannot_be_generated_is_refused():
     drafted.compile(sampler="greedy", run_eagerly=True)
     with pytest.raises(ValueError, match=r"reads \['token_ids'\], .*KerasHub's cache"):
         drafted.generate(given, stop_token_ids=None)
+
+
+# --- Encoder and decoder --------------------------------------------------------------------------
+
+# By the place in the translation: with another offset other keys are seen.
+OF_CROSS = hm.PerHead({0: hm.Window(1, 1)}, default=hm.Queries(3) | hm.Keys(0, 3))
+
+
+def translator(name):
+    if name == "Bart":
+        sizes = SIZES | {"vocabulary_size": 30, "max_sequence_length": LENGTH, "dropout": 0.0}
+        return task_of(keras_hub.models.BartBackbone(**sizes), "Seq2SeqLM")
+    family = next(x for x in ENCODER_DECODERS if x.name == name)
+    return task_of(getattr(keras_hub.models, family.backbone)(**family.arguments), "Seq2SeqLM")
+
+
+def translated(task, run_eagerly=True):
+    task.compile(sampler="greedy", run_eagerly=run_eagerly, jit_compile=False)
+    return task.generate(to_translate(task), stop_token_ids=None)["decoder_token_ids"]
+
+
+def to_translate(task):
+    """Two texts, and the first two tokens of their translations."""
+    given = data(task)
+    given["encoder_padding_mask"][:] = 1
+    given["decoder_padding_mask"][:] = np.arange(ANSWER) < 2
+    given["decoder_token_ids"][:, 2:] = 0
+    return given
+
+
+def translated_without_cache(task):
+    given = to_translate(task)
+    given["decoder_padding_mask"][:] = 1
+    for place in range(2, ANSWER):
+        best = numpy(task(given))[:, place - 1].argmax(-1)
+        given["decoder_token_ids"][:, place] = best
+    return given["decoder_token_ids"]
+
+
+BY_LAYER = [pytest.param(x.name, 2, marks=pytest.mark.long) for x in ENCODER_DECODERS]
+OF_ALL = [pytest.param(x.name, None, marks=pytest.mark.long) for x in ENCODER_DECODERS]
+
+
+@pytest.mark.parametrize(("name", "layer"), [("Bart", None), *OF_ALL, *BY_LAYER])
+def test_a_translation_is_that_of_uncached_forwards(name, layer):
+    """Rules on positions, in self- and in cross-attention, or in one layer of those before it."""
+    stock = translator(name)
+    masked = hm.apply_head_masks(stock, RULE, layers=layer)
+    if layer is None:
+        masked = hm.apply_head_masks(masked, OF_CROSS, layers="cross")
+    # (Compiled once: it takes its time.)
+    run_eagerly = name != "Bart" or keras.backend.backend() != "tensorflow"
+    got = translated(masked, run_eagerly)
+    np.testing.assert_array_equal(got, translated_without_cache(masked))
+    assert layer is not None or (got != translated_without_cache(stock)).any()
+
+
+@pytest.mark.long
+def test_a_step_of_a_translation_needs_its_place():
+    masked = hm.apply_head_masks(translator("Bart"), OF_CROSS, layers="cross")
+    given = to_translate(masked)
+    inputs = (given[f"encoder_{x}"] for x in ("token_ids", "padding_mask"))
+    layer = masked.backbone.decoder_transformer_layers[0]
+    with opened({masked: {}}):
+        _, encoded, own, cross = masked._build_cache(*inputs, given["decoder_token_ids"])
+        caches = {"self_attention_cache": own[:, 0], "cross_attention_cache": cross[:, 0]}
+        with pytest.raises(ValueError, match="needs the place of the first token: pass `self_att"):
+            layer(encoded[:, :1], encoder_sequence=encoded, **caches)
+
+
+@pytest.mark.long
+def test_a_translation_that_could_not_hold_the_rule_is_refused():
+    by_ids = hm.SameSentence(29, input="encoder_token_ids")
+    with pytest.raises(ValueError, match=r"reads \['encoder_token_ids'\].*KerasHub's cache"):
+        translated(hm.apply_head_masks(translator("Bart"), by_ids, layers="encoder"))

@@ -13,7 +13,7 @@ import decoders
 import keras
 import numpy as np
 import pytest
-from backbone_calls import ANSWER, TEXT, called, data, drawn_by_numpy, randomised
+from backbone_calls import ANSWER, TEXT, called, data, randomised
 from contract import normal, numpy
 from decoders import ENCODER_DECODERS, FAMILIES, T5_GEMMA
 from fresh import reload_fresh
@@ -199,36 +199,6 @@ def test_what_an_observer_sees(family):
                 assert not (seen.allowed & hidden).any()
             total = seen.probabilities[seen.allowed.any(-1)].sum(-1)
             np.testing.assert_allclose(total, 1, rtol=1e-5)
-
-
-@each(*ENCODER_DECODERS)
-@pytest.mark.parametrize("rule", ["all", "one layer"])
-@pytest.mark.long  # (20 seconds; `test_tasks.py` does it for Bart every day)
-def test_generation_is_the_uncached_forward(family, rule):
-    """Rules on positions hold with the cache of KerasHub, in self- and in cross-attention."""
-    backbone = drawn_by_numpy(copy.deepcopy(models(family)[0]), 0.3)
-    table = getattr(backbone, "decoder_token_embedding", backbone.token_embedding).embeddings
-    table.assign(0.1 * table)  # else tied embeddings repeat the last token
-    name = family.backbone.replace("Backbone", "Seq2SeqLM")
-    task = getattr(keras_hub.models, name)(backbone=backbone, preprocessor=None)
-    masked = hm.apply_head_masks(task, RULE, layers=None if rule == "all" else 2)
-    if rule == "all":
-        masked = hm.apply_head_masks(masked, OF_CROSS, layers="cross")
-    given = data(task)
-    given["encoder_padding_mask"][:] = given["decoder_padding_mask"][:] = 1
-    given["decoder_padding_mask"][:, 2:] = 0
-    given["decoder_token_ids"][:, 2:] = 0
-    tokens = []
-    for model in (masked, task):
-        ids = given["decoder_token_ids"].copy()
-        for place in range(2, ANSWER):
-            known = given | {"decoder_token_ids": ids, "decoder_padding_mask": np.ones_like(ids)}
-            ids[:, place] = numpy(model(known))[:, place - 1].argmax(-1)
-        tokens.append(ids)
-    masked.compile(sampler="greedy", run_eagerly=True, jit_compile=False)
-    got = masked.generate(given, stop_token_ids=None)["decoder_token_ids"]
-    np.testing.assert_array_equal(got, tokens[0])
-    assert rule != "all" or (got != tokens[1]).any()
 
 
 # --- What is refused ------------------------------------------------------------------------------

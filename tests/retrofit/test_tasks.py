@@ -1,4 +1,4 @@
-"""KerasHub's tasks under a rule: classifiers, generation with a cache, encoder and decoder."""
+"""KerasHub's tasks under a rule, and copies of what they hold."""
 
 import gc
 
@@ -7,18 +7,15 @@ import numpy as np
 import pytest
 from backbone_calls import randomised
 from contract import numpy
-from greedy import GIVEN, PROMPT, without_cache
 from tolerance import assert_close
 
 import keras_headmask as hm
-from keras_headmask.retrofit.frame import opened
 
 keras_hub = pytest.importorskip("keras_hub")
 BACKEND = keras.backend.backend()
 SIZES = {"num_layers": 2, "num_heads": 2, "hidden_dim": 8, "intermediate_dim": 16}
 TEXT = SIZES | {"vocabulary_size": 30, "max_sequence_length": 16, "dropout": 0.0}
 BY_SEGMENT = hm.PerHead({0: hm.SameSegment("sentence_ids")})
-LABELS = np.array([0, 1], "int32")
 
 
 def bert():
@@ -38,21 +35,15 @@ def features(**more):
 SENTENCES = np.array([[0, 0, 0, 1, 1, 1, 2, 2]] * 2, "int32")
 
 
-def fitted(model, given):
-    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
-    eagerly = BACKEND == "jax"  # whose compiler takes longer than these steps
-    model.compile(keras.optimizers.SGD(0.1), loss, run_eagerly=eagerly, jit_compile=False)
-    history = model.fit(given, LABELS, epochs=3, verbose=0).history["loss"]
-    assert np.isfinite(history).all()
-    return history
-
-
 def test_a_classifier_on_a_masked_backbone_fits_saves_and_loads(tmp_path):
     backbone = hm.apply_head_masks(bert(), BY_SEGMENT, add_inputs=True)
     task = keras_hub.models.BertTextClassifier(backbone=backbone, num_classes=2)
     assert "sentence_ids" in task.input
     given = features(sentence_ids=SENTENCES)
-    losses = fitted(task, given)
+    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+    eagerly = BACKEND == "jax"  # whose compiler takes longer than these steps
+    task.compile(keras.optimizers.SGD(0.1), loss, run_eagerly=eagerly, jit_compile=False)
+    losses = task.fit(given, np.array([0, 1]), epochs=3, verbose=0).history["loss"]
     assert losses[-1] < losses[0]
     assert set(hm.mask_specs(task.backbone).values()) == {BY_SEGMENT}
     task.save(tmp_path / "task.keras")
@@ -60,6 +51,21 @@ def test_a_classifier_on_a_masked_backbone_fits_saves_and_loads(tmp_path):
     np.testing.assert_array_equal(numpy(again(given)), numpy(task(given)))
     moved = given | {"sentence_ids": SENTENCES[:, ::-1].copy()}
     assert abs(numpy(again(moved)) - numpy(again(given))).max() > 1e-5
+
+
+def test_the_backbone_of_a_masked_task_obeys(tmp_path):
+    """Alone, and in a task from a file."""
+    task, rule, given = (
+        keras_hub.models.BertTextClassifier(bert(), 2),
+        hm.SameSentence(9),
+        features(),
+    )
+    wanted = numpy(hm.apply_head_masks(task.backbone, rule)(given)["sequence_output"])
+    assert abs(numpy(task.backbone(given)["sequence_output"]) - wanted).max() > 1e-3
+    masked = hm.apply_head_masks(task, rule)
+    masked.save(tmp_path / "task.keras")
+    for one in (masked, keras.saving.load_model(tmp_path / "task.keras", compile=False)):
+        assert_close(numpy(one.backbone(given)["sequence_output"]), wanted, depth=3)
 
 
 def test_a_preset_is_refused_with_the_way_out(tmp_path):
@@ -85,7 +91,7 @@ def test_a_copy_of_a_task_is_not_compiled():
     task = gpt2()
     task.compile("sgd", "mse", sampler="greedy", run_eagerly=True)
     optimizer, sampler = task.optimizer, task.sampler
-    given = {"token_ids": PROMPT, "padding_mask": GIVEN}
+    given = {name: x for name, x in features().items() if name in task.input}
     masked = hm.apply_head_masks(task, hm.Window(after=0))
     for copy in (
         masked,
@@ -96,7 +102,7 @@ def test_a_copy_of_a_task_is_not_compiled():
         assert not hasattr(copy, "optimizer")
         assert copy.sampler is sampler
         with pytest.raises(ValueError, match=r"You must call `compile\(\)` before"):
-            copy.fit(given, PROMPT, verbose=0)
+            copy.fit(given, given["token_ids"], verbose=0)
     assert (task.compiled, task.optimizer, task.sampler) == (True, optimizer, sampler)
     task.generate_function = "compiled without the rule"
     hm.apply_head_masks(task, hm.Window(after=0), copy=False)
@@ -135,124 +141,46 @@ def test_int8(tmp_path, heap_at_rest):
     np.testing.assert_array_equal(numpy(again(features())["sequence_output"]), outputs[2])
 
 
-# --- Generation -----------------------------------------------------------------------------------
-
-POSITIONS = hm.PerHead({0: hm.Window(before=1), 1: hm.Window(before=2, step=2) | hm.Keys(0, 1)})
+# --- State that no config has ---------------------------------------------------------------------
 
 
-def causal_lm(name):
-    backbone, task = (getattr(keras_hub.models, f"{name}{x}") for x in ("Backbone", "CausalLM"))
-    return task(backbone=randomised(backbone(**TEXT), 0.3), preprocessor=None)
+def tokenizer():
+    pytest.importorskip("tensorflow_text")
+    words = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *"abc."]
+    return keras_hub.models.BertTokenizer(words)
 
 
-def generated(task):
-    task.compile(sampler="greedy", run_eagerly=True)
-    given = {"token_ids": PROMPT.copy(), "padding_mask": GIVEN.copy()}
-    return task.generate(given, stop_token_ids=None)["token_ids"]
+def test_a_copy_of_a_task_that_has_seen_text_has_all_of_its_state():
+    """A packer is made by the first text: then the layers of task and copy are not as many."""
+    preprocessor = keras_hub.models.BertTextClassifierPreprocessor(tokenizer(), sequence_length=12)
+    task = keras_hub.models.BertTextClassifier(bert(), num_classes=2, preprocessor=preprocessor)
+    texts = ["a b . c .", "c a c . a b"]
+    given = preprocessor(texts)
+    task.backbone.enable_lora(2)
+    task.get_layer("logits").trainable = False
+    before = numpy(task(given))
+    trained = [x.path for x in task.trainable_weights]  # adapters and biases, not what they adapt
+    assert not any(path.endswith("query/kernel") for path in trained)
+    for model in (hm.apply_head_masks(task, hm.Full()), hm.unmasked(task)):
+        np.testing.assert_array_equal(numpy(model(model.preprocessor(texts))), before)
+        assert [x.path for x in model.trainable_weights] == trained
 
 
-def test_a_task_on_a_masked_backbone_generates_only_if_it_has_the_rule():
-    """KerasHub's cache calls the layers of the backbone, not the backbone."""
-    stock = causal_lm("GPT2")
-    backbone = hm.apply_head_masks(stock.backbone, POSITIONS)
-    task = keras_hub.models.GPT2CausalLM(backbone=backbone, preprocessor=None)
-    with pytest.raises(ValueError, match="called outside of the masked model 'gpt2_backbone"):
-        generated(task)
-    masked = hm.apply_head_masks(task, hm.Full(), existing="and")
-    np.testing.assert_array_equal(generated(masked), without_cache(task))
-    assert (without_cache(task) != without_cache(stock)).any()
+def test_state_that_a_copy_has_no_layer_for_is_an_error():
+    class Reads(keras.layers.Layer):
+        def __init__(self, words=None, **kwargs):
+            super().__init__(**kwargs)
+            self.words = words
 
+        def get_config(self):
+            return {}  # which lacks the words
 
-@pytest.mark.long
-def test_scores_are_the_logits_of_the_whole_forward():
-    """KerasHub's `score()` calls the layers one by one, without the model's inputs."""
-    stock, ids = causal_lm("GPT2"), np.where(GIVEN, PROMPT, 9)
-    given = {"token_ids": ids, "padding_mask": np.ones_like(ids)}
-    by_ids = hm.apply_head_masks(stock, hm.PerHead({0: hm.SameSentence(5), 1: hm.Window(1, 0)}))
-    logits = numpy(by_ids(given))
-    assert abs(logits - numpy(stock(given))).max() > 1e-3
-    assert_close(numpy(by_ids.score(ids)), logits, depth=6)
-    assert_close(numpy(by_ids.score(ids, given["padding_mask"])), logits, depth=6)
-    other = hm.apply_head_masks(stock, hm.SameSegment("sentence_ids"), add_inputs=True)
-    with pytest.raises(
-        ValueError, match=r"read \['sentence_ids'\], and `score\(\)` takes .*model\("
-    ):
-        other.score(ids)
+        def call(self, x):
+            return x
 
-
-# --- Encoder and decoder --------------------------------------------------------------------------
-
-
-@pytest.fixture(scope="module")
-def bart():
-    return randomised(keras_hub.models.BartBackbone(**TEXT), 0.3)
-
-
-def both_sides(**more):
-    rng = np.random.default_rng(1)
-    return {
-        "encoder_token_ids": rng.integers(2, 28, (2, 8)).astype("int32"),
-        "encoder_padding_mask": np.ones((2, 8), "int32"),
-        "decoder_token_ids": rng.integers(2, 28, (2, 5)).astype("int32"),
-        "decoder_padding_mask": np.ones((2, 5), "int32"),
-    } | more
-
-
-# --- Encoder and decoder generate -----------------------------------------------------------------
-
-IN_EACH = {
-    "encoder": hm.PerHead({0: hm.Window(1, 1)}),
-    "decoder.*/self": hm.PerHead({0: hm.Window(before=1), 1: hm.Keys(0, 2) | hm.Window(0, 0)}),
-    # By the place in the translation: with another offset other keys are seen.
-    "cross": hm.PerHead({0: hm.Window(1, 1)}, default=hm.Queries(3) | hm.Keys(0, 3)),
-}
-
-
-def translator(bart):
-    return keras_hub.models.BartSeq2SeqLM(backbone=bart, preprocessor=None)
-
-
-def translated(task, run_eagerly=True):
-    task.compile(sampler="greedy", run_eagerly=run_eagerly)
-    given = both_sides(decoder_token_ids=PROMPT[:, :8], decoder_padding_mask=GIVEN[:, :8])
-    return task.generate(given, stop_token_ids=None)["decoder_token_ids"]
-
-
-def translated_without_cache(task):
-    ids = PROMPT[:, :8].copy()
-    for position in range(GIVEN.sum(1).min(), ids.shape[1]):
-        given = both_sides(decoder_token_ids=ids, decoder_padding_mask=np.ones_like(ids))
-        best = numpy(task(given))[:, position - 1].argmax(-1)
-        ids[:, position] = np.where(GIVEN[:, position], ids[:, position], best)
-    return ids
-
-
-@pytest.mark.skipif(
-    BACKEND == "jax", reason="its compiler takes long; the steps are compared below"
-)
-def test_translation_is_the_uncached_forward(bart):
-    run_eagerly = BACKEND != "tensorflow"  # compiled on one backend: it takes its time
-    stock = translator(bart)
-    masked = hm.apply_head_masks(stock, IN_EACH)
-    assert isinstance(masked, keras_hub.models.BartSeq2SeqLM)
-    np.testing.assert_array_equal(translated(masked, run_eagerly), translated_without_cache(masked))
-    assert (translated_without_cache(masked) != translated_without_cache(stock)).any()
-
-
-@pytest.mark.long
-def test_a_step_of_a_translation_needs_its_place(bart):
-    masked, given = hm.apply_head_masks(translator(bart), IN_EACH), both_sides()
-    inputs = (given[f"encoder_{x}"] for x in ("token_ids", "padding_mask"))
-    layer = masked.backbone.decoder_transformer_layers[0]
-    with opened({masked: {}}):
-        _, encoded, own, cross = masked._build_cache(*inputs, given["decoder_token_ids"])
-        caches = {"self_attention_cache": own[:, 0], "cross_attention_cache": cross[:, 0]}
-        with pytest.raises(ValueError, match="needs the place of the first token: pass `self_att"):
-            layer(encoded[:, :1], encoder_sequence=encoded, **caches)
-
-
-@pytest.mark.long
-def test_translation_that_could_not_hold_the_rule_is_refused(bart):
-    by_ids = hm.SameSentence(29, input="encoder_token_ids")
-    with pytest.raises(ValueError, match=r"reads \['encoder_token_ids'\].*KerasHub's cache"):
-        translated(hm.apply_head_masks(translator(bart), by_ids, layers="encoder"))
+    x = keras.Input((None, 8))
+    y = Reads(tokenizer())(x)
+    model = keras.Model(x, keras.layers.MultiHeadAttention(2, 4)(y, y))
+    lacks = r"is not possible: .*'layers/\d+/words' \(BertTokenizer\).*copy=False"
+    with pytest.raises(ValueError, match=lacks):
+        hm.apply_head_masks(model, hm.Full(), ignore="reads")

@@ -48,7 +48,12 @@ SEEN_BY = {
         "test_inputs_that_only_rules_read_come_and_go": "file_as REGISTERED_OBJS_TO_NAMES",
         "test_whole_models_in_hdf5_are_refused": "in_hdf5 global_state",
     },
+    "retrofit/test_find": {
+        "test_attention_that_runs_on_two_sequences_takes_no_ids_of_one": "calls_of",
+        "test_a_residual_sum_goes_on_with_one_sequence": "made_by",
+    },
     "retrofit/test_hidden_attention": {
+        "test_what_may_attend_is_refused_until_it_is_named": "nodes",
         "test_the_graph_inside_a_sequential_model_is_not_taken_for_hidden": "sublayers",
     },
     "retrofit/test_tasks": {

@@ -5,12 +5,10 @@ lists: `python tests/support/backbones.py` writes it.
 """
 
 import re
-import sys
 from pathlib import Path
 from typing import NamedTuple
 
 PAGE = Path(__file__).parents[2] / "docs" / "retrofit.md"
-START, END = "<!-- backbones:start -->", "<!-- backbones:end -->"
 
 _TEXT = {
     "vocabulary_size": 30,
@@ -74,13 +72,13 @@ class Covered(NamedTuple):
     name: str
     arguments: dict
     leaks: tuple[Leak, ...] = (_FROM_TOKEN_1,)
-    layers: str = "all self-attention"
+    reached: str = "all self-attention"
 
+    @property
+    def backbone(self):
+        return self.name
 
-class Refused(NamedTuple):
-    name: str
-    arguments: dict
-    attention: str | None  # the class that is named; None where there is no attention
+    layers = None  # that are named: see `decoders.Family`
 
 
 _OPT = Inside("BLIP2CustomOPT", _TEXT_SHORT | {"num_query_tokens": 0, "qformer_hidden_dim": 8})
@@ -108,8 +106,8 @@ COVERED = [
     Covered("DistilBertBackbone", _TEXT_SHORT),
     Covered("ElectraBackbone", _ELECTRA | {"vocab_size": 30, "embedding_dim": 8}),
     Covered("AlbertBackbone", _TEXT_SHORT | {"embedding_dim": 8}),
-    Covered("GPT2Backbone", _TEXT_SHORT, layers="all self-attention; `generate()`"),
-    Covered("OPTBackbone", _TEXT_SHORT, layers="all self-attention; `generate()`"),
+    Covered("GPT2Backbone", _TEXT_SHORT, reached="all self-attention; `generate()`"),
+    Covered("OPTBackbone", _TEXT_SHORT, reached="all self-attention; `generate()`"),
     Covered(
         "BartBackbone",
         _TEXT_SHORT,
@@ -146,18 +144,18 @@ COVERED = [
     ),
 ]
 
-REFUSED = [
-    Refused("FNetBackbone", {k: v for k, v in _TEXT_SHORT.items() if k != "num_heads"}, None),
-    Refused("RWKV7Backbone", _RWKV_7, None),
-]
+WITHOUT_ATTENTION = {
+    "FNetBackbone": {k: v for k, v in _TEXT_SHORT.items() if k != "num_heads"},
+    "RWKV7Backbone": _RWKV_7,
+}
 
 
 def table():
     """The table of `PAGE`."""
-    rows = {entry.layers: [] for entry in COVERED}
+    rows = {entry.reached: [] for entry in COVERED}
     for entry in COVERED:
-        rows[entry.layers].append(entry.name)
-    rows["nothing: no attention"] = [entry.name for entry in REFUSED]
+        rows[entry.reached].append(entry.name)
+    rows["nothing: no attention"] = WITHOUT_ATTENTION
     names = {reach: f"`{'`, `'.join(of_row)}`" for reach, of_row in rows.items()}
     others = "those of [Llama, Gemma, T5, DeBERTa v3 and others](generate.md#which-families)"
     names["all attention, by query heads"] = others
@@ -165,13 +163,17 @@ def table():
     return "\n".join(["| a rule reaches | in the backbones |", "|---|---|", *lines])
 
 
-def written(text):
-    """`text` of `PAGE` with the table as it is now."""
-    marks = re.compile(f"{START}.*{END}", re.DOTALL)
-    assert marks.search(text), f"{PAGE.name} lacks {START} and {END}"
-    return marks.sub(lambda _: f"{START}\n{table()}\n{END}", text)
+def written(page, mark, table):
+    """The text of `page` with `table` between its comments of that name."""
+    marks = re.compile(rf"(<!-- {mark}:start -->\n).*(\n<!-- {mark}:end -->)", re.DOTALL)
+    text, count = marks.subn(lambda x: x[1] + table + x[2], page.read_text(encoding="utf-8"))
+    assert count == 1, f"{page.name} lacks the comments `{mark}`"
+    return text
+
+
+def page():
+    return written(PAGE, "backbones", table())
 
 
 if __name__ == "__main__":
-    PAGE.write_text(written(PAGE.read_text(encoding="utf-8")), encoding="utf-8")
-    sys.exit(0)
+    PAGE.write_text(page(), encoding="utf-8")

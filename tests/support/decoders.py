@@ -3,12 +3,12 @@
 The table in docs/generate.md comes from these lists: `python tests/support/decoders.py` writes it.
 """
 
-import sys
 from pathlib import Path
 from typing import NamedTuple
 
+from backbones import written
+
 PAGE = Path(__file__).parents[2] / "docs" / "generate.md"
-START, END = "<!-- families:start -->", "<!-- families:end -->"
 
 _TEXT = {"vocabulary_size": 32, "num_layers": 1, "hidden_dim": 32, "intermediate_dim": 16}
 _HEADS = {"num_heads": 4}
@@ -266,14 +266,9 @@ def table():
     return "\n".join(["| family | keeps its own |", "|---|---|", *lines])
 
 
-def written(text):
-    """`text` of `PAGE` with the table as it is now."""
-    before, _, rest = text.partition(START)
-    _, found, after = rest.partition(END)
-    assert found, f"{PAGE.name} lacks {START} and {END}"
-    return f"{before}{START}\n{table()}\n{END}{after}"
+def page():
+    return written(PAGE, "families", table())
 
 
 if __name__ == "__main__":
-    PAGE.write_text(written(PAGE.read_text(encoding="utf-8")), encoding="utf-8")
-    sys.exit(0)
+    PAGE.write_text(page(), encoding="utf-8")

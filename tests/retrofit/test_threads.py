@@ -38,15 +38,19 @@ class Waits(layers.Layer):
 
 
 def model():
+    """Attention of each kind: ours with a rule, stock under a rule, and stock without."""
     ids = keras.Input((None,), dtype="int32", name="token_ids")
     x = layers.Embedding(12, 8, name="embedding")(ids)
-    x = layers.MultiHeadAttention(2, 4, name="first")(x, x)
-    x = Waits()(x)
-    x = layers.MultiHeadAttention(2, 4, name="second")(x, x)
+    ours = hm.PerHeadMaskedMultiHeadAttention(2, 4, mask_spec=hm.Window(1, 0), name="ours")
+    x = layers.Add()([x, ours(x)])
+    for name in ("first", "second", "third"):
+        x = layers.Add()([x, layers.MultiHeadAttention(2, 4, name=name)(x, x)])
+        x = Waits()(x) if name == "first" else x
     stock = keras.Model(ids, x)
-    stock.get_layer("embedding").set_weights([normal(12, 8)])
+    for weight in stock.weights:
+        weight.assign(normal(*weight.shape))
     rule = hm.PerHead({0: hm.SameSegment("parts")})
-    return hm.apply_head_masks(stock, rule, add_inputs=True, ignore="waits")
+    return hm.apply_head_masks(stock, rule, layers="first|third", add_inputs=True)
 
 
 def in_another_thread(task):
@@ -55,7 +59,7 @@ def in_another_thread(task):
 
 
 def test_calls_at_once_have_their_own_inputs(monkeypatch):
-    """All threads meet between the two attention layers, each with other ids."""
+    """All threads meet between two attention layers with a rule, each with other ids."""
     masked = model()
     alone = [numpy(masked([TOKENS, parts])) for parts in PARTS]
     assert all(abs(a - b).max() > 1e-3 for a, b in itertools.pairwise(alone))
@@ -95,27 +99,10 @@ def test_a_config_is_made_while_another_thread_runs_the_model(monkeypatch):
     monkeypatch.setattr(Waits, "in_call", staticmethod(make))
     np.testing.assert_array_equal(numpy(masked(given)), alone)
     assert made[0] == config
-    assert len(made) == 3
+    assert len(made) == 5  # and a line of each layer
 
 
 # --- Looking at a model while others call it -----------------------------------------------------
-
-
-def looked_at_model():
-    """Attention of each kind: ours with a rule, stock under a rule, and stock without."""
-    ids = keras.Input((None,), dtype="int32", name="token_ids")
-    x = layers.Embedding(12, 8, name="embedding")(ids)
-    ours = hm.PerHeadMaskedMultiHeadAttention(2, 4, mask_spec=hm.Window(1, 0), name="ours")
-    x = layers.Add()([x, ours(x)])
-    x = layers.Add()([x, layers.MultiHeadAttention(2, 4, name="first")(x, x)])
-    x = Waits()(x)
-    x = layers.Add()([x, layers.MultiHeadAttention(2, 4, name="second")(x, x)])
-    stock = keras.Model(ids, x)
-    for weight in stock.weights:
-        weight.assign(normal(*weight.shape))
-    return hm.apply_head_masks(
-        stock, hm.PerHead({0: hm.SameSegment("parts")}), layers="first", add_inputs=True
-    )
 
 
 def exported(masked, folder):
@@ -128,7 +115,7 @@ def linted(masked, _folder):
 
 def drawn(masked, _folder):
     inputs = [TOKENS, PARTS[0]]
-    for layer in [x.name for x in masked.layers if x.name in ("ours", "first", "second")]:
+    for layer in ("ours", "first", "second", "third"):
         figure = hm.plot_attention(masked, inputs, layer=layer)
         title = " ".join(figure.get_suptitle().split())
         has_rule = layer != "second"
@@ -152,7 +139,7 @@ def state(masked):
 @pytest.mark.parametrize("look", LOOKS)
 def test_a_look_changes_nothing_for_other_threads(look, tmp_path, monkeypatch):
     """Whenever the look runs the model, another thread runs it too."""
-    masked = looked_at_model()
+    masked = model()
     given, me = [TOKENS, PARTS[0]], threading.get_ident()
     alone, before, answers = numpy(masked(given)), state(masked), []
     assert abs(numpy(hm.unmasked(masked)(TOKENS)) - alone).max() > 1e-2

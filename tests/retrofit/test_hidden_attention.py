@@ -206,14 +206,6 @@ def test_code_of_keras_is_known():
     assert list(hm.mask_specs(masked)) == ["known"]
 
 
-def test_layers_of_keras_hub_around_attention_are_known():
-    hub = pytest.importorskip("keras_hub", exc_type=ImportError)
-    x = keras.Input((7, 8))
-    y = hub.layers.TransformerEncoder(8, 2, name="encoder")(x)
-    masked = hm.apply_head_masks(keras.Model(x, y), CHUNK)
-    assert list(hm.mask_specs(masked)) == ["encoder/self_attention_layer"]
-
-
 # --- Layers that Keras does not track -------------------------------------------------------------
 
 

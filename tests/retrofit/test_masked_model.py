@@ -184,15 +184,12 @@ def test_a_rule_stays_with_its_attention_when_others_are_made_later(again, tmp_p
 def test_weight_files_of_stock_and_masked_are_the_same(tmp_path):
     stock = stack(2)
     masked = apply(stack(2), hm.SameSegment("parts"), add_inputs=True)
-    stock.save_weights(tmp_path / "stock.weights.h5")
-    masked.load_weights(tmp_path / "stock.weights.h5")
-    for a, b in zip(masked.get_weights(), stock.get_weights(), strict=True):
-        np.testing.assert_array_equal(a, b)
-    masked.set_weights([w + 1 for w in masked.get_weights()])
-    masked.save_weights(tmp_path / "masked.weights.h5")
-    stock.load_weights(tmp_path / "masked.weights.h5")
-    for a, b in zip(masked.get_weights(), stock.get_weights(), strict=True):
-        np.testing.assert_array_equal(a, b)
+    for one, other in ((stock, masked), (masked, stock)):
+        one.set_weights([w + 1 for w in one.get_weights()])
+        one.save_weights(tmp_path / "one.weights.h5")
+        other.load_weights(tmp_path / "one.weights.h5")
+        for a, b in zip(other.get_weights(), one.get_weights(), strict=True):
+            np.testing.assert_array_equal(a, b)
 
 
 # By what is changed in the config of a masked model, and in its only rule.
@@ -236,7 +233,7 @@ def test_an_edited_file_never_loads_without_its_rule(case):
 
 
 @pytest.mark.parametrize("dtype_policy", ["mixed_bfloat16", "float64"], indirect=True)
-def test_other_dtypes(dtype_policy, tmp_path):
+def test_other_dtypes(dtype_policy):
     stock = one_layer()
     full = hm.apply_head_masks(stock, hm.Full())
     np.testing.assert_array_equal(numpy(full(TOKENS)), numpy(stock(TOKENS)))
@@ -244,13 +241,6 @@ def test_other_dtypes(dtype_policy, tmp_path):
     masked = hm.apply_head_masks(stock, hm.SameSegment("parts"), add_inputs=True)
     parts = np.array([[256, 256, 256, 257, 257, 257, 257]] * 2, "int32")
     assert leak(masked, {"parts": parts}) == 0 < leak(stock)
-    masked.compile("sgd", "mse")
-    history = masked.fit([TOKENS, parts], np.ones((2, 7, 8), "float32"), verbose=0)
-    assert np.isfinite(history.history["loss"]).all()
-    masked.save(tmp_path / "model.keras")
-    again = keras.saving.load_model(tmp_path / "model.keras")
-    given = [TOKENS, parts]
-    np.testing.assert_array_equal(numpy(again(given)), numpy(masked(given)))
 
 
 def test_compiled_by_xla():
@@ -353,17 +343,3 @@ def test_ids_of_64_bits():
     given, wide = normal(1, 4, 8), np.array([[5, 5 + 2**32, 6, 5]])
     expected = numpy(masked([given, np.array([[5, 7, 6, 5]])]))
     assert_close(numpy(outer([given, wide])), expected)
-
-
-def test_keras_hub_still_finds_its_own_classes(tmp_path):
-    keras_hub = pytest.importorskip("keras_hub")
-    from backbones import COVERED
-
-    backbone = keras_hub.models.BertBackbone(**COVERED[0].arguments)
-    backbone.save_to_preset(tmp_path)
-    task = keras_hub.models.BertTextClassifier(backbone, num_classes=2)
-    assert "BertTextClassifier" in type(hm.apply_head_masks(task, CHUNK)).__name__
-    loaded = keras_hub.models.TextClassifier.from_preset(
-        str(tmp_path), preprocessor=None, num_classes=2
-    )
-    assert type(loaded) is keras_hub.models.BertTextClassifier

@@ -75,8 +75,11 @@ def test_a_preset_is_refused_with_the_way_out(tmp_path):
     for model in (masked, task, task.backbone, of_masked):
         with pytest.raises(NotImplementedError, match=r"`hm.unmasked\(model\)` as a preset"):
             model.save_to_preset(str(tmp_path / "refused"))
-    hm.unmasked(masked).save_to_preset(str(tmp_path / "preset"))
-    again = keras_hub.models.BertBackbone.from_preset(str(tmp_path / "preset"))
+    preset = str(tmp_path / "preset")
+    hm.unmasked(masked).save_to_preset(preset)
+    stock = keras_hub.models.TextClassifier.from_preset(preset, num_classes=2, preprocessor=None)
+    assert type(stock) is keras_hub.models.BertTextClassifier  # not the class of `task`
+    again = keras_hub.models.BertBackbone.from_preset(preset)
     out = hm.apply_head_masks(again, hm.Full())(features())["sequence_output"]
     np.testing.assert_array_equal(numpy(out), numpy(bert()(features())["sequence_output"]))
 

@@ -19,18 +19,6 @@ def attention():
 
 
 @registered
-class OfAList(keras.Model):
-    def __init__(self, **kwargs):
-        super().__init__(**kwargs)
-        self.before, self.attention = layers.Dense(8), attention()
-        self.after = keras.Sequential([layers.Dense(8), layers.Dense(3)])
-
-    def call(self, inputs):
-        x, ids = inputs
-        return self.after(self.attention(self.before(x), mask_inputs={"token_ids": ids}))
-
-
-@registered
 class Block(layers.Layer):
     def __init__(self, **kwargs):
         super().__init__(**kwargs)
@@ -100,7 +88,6 @@ class Unbuildable(OfAnArgument):
 
 
 SHAPES = {
-    OfAList: [[X, IDS]],
     OfBlocks: [IDS],
     OverABackbone: [{"token_ids": IDS, "mask": np.tril(np.ones((2, 2, 7, 7), bool), 3)}],
     OfAnArgument: [X, {"token_ids": IDS}],

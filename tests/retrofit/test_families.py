@@ -21,7 +21,7 @@ from backbones import COVERED
 from contract import normal, numpy
 from decoders import ENCODER_DECODERS, FAMILIES, T5_GEMMA
 from fresh import reload_fresh
-from own_attention import RULE, by_oracle, drawn, of_rule
+from own_attention import RULE, by_oracle, drawn
 from tolerance import assert_close
 
 import keras_headmask as hm
@@ -34,19 +34,10 @@ keras_hub = pytest.importorskip("keras_hub", exc_type=ImportError)  # (or made f
 pytestmark = pytest.mark.filterwarnings("ignore:.*destroy the mask information.*")  # T5's own
 OF_CROSS = hm.PerHead({1: hm.Window(before=1, after=2), 2: hm.Keys(0, stop=3), 3: hm.Nothing()})
 ALL = {(n, m): np.ones((4, n, m), bool) for n in (TEXT, ANSWER) for m in (TEXT, ANSWER, TEXT + 1)}
-WITH_SINK = np.pad(of_rule(TEXT), ((0, 0), (0, 0), (0, 1)), constant_values=True)
-SELF = ALL | {(n, n): of_rule(n) for n in (TEXT, ANSWER)}
-SELF[TEXT, TEXT + 1] = WITH_SINK  # gpt-oss' sinks are behind
-CROSS = ALL | {
-    (ANSWER, TEXT): drawn(
-        ANSWER,
-        TEXT,
-        lambda i, j: True,
-        lambda i, j: i - 1 <= j <= i + 2,
-        lambda i, j: j < 3,
-        lambda i, j: False,
-    )
-}
+SELF = ALL | {(n, n): drawn(RULE, n, n) for n in (TEXT, ANSWER)}
+# (gpt-oss' sinks are behind.)
+SELF[TEXT, TEXT + 1] = np.pad(SELF[TEXT, TEXT], ((0, 0), (0, 0), (0, 1)), constant_values=True)
+CROSS = ALL | {(ANSWER, TEXT): drawn(OF_CROSS, ANSWER, TEXT)}
 
 
 def each(*families, long=()):

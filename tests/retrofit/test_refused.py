@@ -3,7 +3,7 @@
 import keras
 import numpy as np
 import pytest
-from contract import GROUPED, normal, numpy
+from contract import normal, numpy
 from keras import layers
 from keras_versions import takes_unread_inputs
 from small_models import CHUNK, TOKENS, Block, apply, of_vectors, one_layer
@@ -98,14 +98,6 @@ COPIED = r"(?s)Copying .* is not possible: .*{}.*copy=False"
 # By what is wrong: what is called, and what its error says.
 REFUSED = {
     "a head": (lambda: apply(one_layer(), LATE), "names head 12"),
-    "a head of grouped queries": (
-        lambda: apply(on_vectors(layers.GroupQueryAttention(3, 4, 2)), LATE),
-        "names head 12, but there are 4 query heads, numbered 0 to 3.* 2 of keys and values",
-    ),
-    "a head of our layer": (
-        lambda: GROUPED.layer(4, 3, mask_spec=LATE),
-        "names head 12, but there are 4 query heads, numbered 0 to 3.* 2 of keys and values",
-    ),
     "no JSON": (lambda: apply(one_layer(), "no json"), "rule's JSON"),
     "no layer": (lambda: apply(one_layer(), CHUNK, layers=""), "names no layer"),
     "existing": (lambda: apply(one_layer(), CHUNK, existing="or"), "`existing` must be one of"),

@@ -29,22 +29,13 @@ def split(attend, x):
 
 @registered
 class Plain(layers.Layer):
-    """Its name says nothing, nor has it weights."""
+    """Its name says nothing."""
 
     def call(self, x):
         return by_hand(x)
 
     def compute_output_shape(self, shape):
         return shape
-
-
-@registered
-class Weighted(Plain):
-    def build(self, shape):
-        self.kernel = self.add_weight(shape=(shape[-1], shape[-1]))
-
-    def call(self, x):
-        return by_hand(x @ self.kernel)
 
 
 @registered
@@ -93,15 +84,6 @@ class Whole(keras.Model):
         return self.inner(x, x) + by_hand(x)
 
 
-@registered
-class Own(keras.Operation):
-    def call(self, x):
-        return by_hand(x)
-
-    def compute_output_spec(self, x):
-        return keras.KerasTensor(x.shape, x.dtype)
-
-
 registered(by_hand)
 
 
@@ -131,14 +113,12 @@ def in_a_nested_model(x):
 # By what it is: how it goes on from a sequence, and the path that is told.
 MAY_ATTEND = {
     "unknown code": (Plain(name="mixer"), "mixer"),
-    "unknown code with weights": (Weighted(name="mixer"), "mixer"),
     "around known attention": (Around(name="mixer"), "mixer"),
     "its own call": (lambda x: Calls(2, 4, name="g")(x, x), "g"),
     "a call that needs numbers": (lambda x: NeedsNumbers(2, 4, name="g")(x, x), "g"),
     "a model": (Whole(name="mixer"), "mixer"),
     "a Lambda": (layers.Lambda(by_hand, name="mixer"), "mixer"),
     "an activation": (layers.Activation(by_hand, name="mixer"), "mixer"),
-    "an operation": (Own(name="mixer"), "mixer"),
     "a function": (lambda x: ops.vectorized_map(of_one, x), "vectorized_map"),
     "operations": (by_hand, "softmax"),
     "layers": (by_layers, "softmax"),

@@ -105,14 +105,6 @@ def test_a_config_is_made_while_another_thread_runs_the_model(monkeypatch):
 # --- Looking at a model while others call it -----------------------------------------------------
 
 
-def exported(masked, folder):
-    return hm.export_saved_model(masked, folder, check=False)
-
-
-def linted(masked, _folder):
-    return hm.lint(masked)
-
-
 def drawn(masked, _folder):
     inputs = [TOKENS, PARTS[0]]
     for layer in ("ours", "first", "second", "third"):
@@ -122,13 +114,13 @@ def drawn(masked, _folder):
         assert ("attention outside the mask: 0 pairs" in title) == has_rule
 
 
-def listed(masked, _folder):
-    hm.summary_masks(masked, lambda line: None)
-
-
-LOOKS = {"lint": linted, "plot": drawn, "summary": listed}
+LOOKS = {
+    "lint": lambda masked, _: hm.lint(masked),
+    "plot": drawn,
+    "summary": lambda masked, _: hm.summary_masks(masked, lambda line: None),
+}
 if keras.backend.backend() == "tensorflow":
-    LOOKS["export"] = exported
+    LOOKS["export"] = lambda masked, to: hm.export_saved_model(masked, to, check=False)
 
 
 def state(masked):

@@ -39,7 +39,6 @@ T5 = {"d_model": 32, "num_layers": 2, "num_heads": HEADS, "d_kv": 8, "d_ff": 32}
 # By name: the class of the model, the name of its config, and its sizes.
 ENCODERS = {
     "BERT": ("BertModel", "Bert", TEXT),
-    "RoBERTa": ("RobertaModel", "Roberta", TEXT),
     "DistilBERT": ("DistilBertModel", "DistilBert", DISTILBERT),
 }
 DECODERS = {

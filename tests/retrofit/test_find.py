@@ -101,13 +101,6 @@ def two_inputs(*blocks):
     return keras.Model([x, memory], y, name="model")
 
 
-def one_input(*blocks):
-    x = y = keras.Input((None, 8), name="x")
-    for block in blocks:
-        y = block(y)
-    return keras.Model(x, y)
-
-
 def kinds(model):
     return [(entry.path, entry.kind) for entry in Found(model).known]
 
@@ -131,12 +124,12 @@ def test_an_unnamed_cross_attention_gets_no_rule_of_self_attention():
 @pytest.mark.parametrize("dtype_policy", ["mixed_bfloat16"], indirect=True)
 def test_tensors_that_are_cast_on_the_way(dtype_policy):
     """Each argument by itself: one tensor must not become two."""
-    model = one_input(lambda x: Decoder(name="one")(x, x))
+    model = of_vectors(lambda x: Decoder(name="one")(x, x))
     assert kinds(model)[0] == ("one/b", "self")
 
 
 def test_self_attention_as_people_write_it():
-    found = kinds(one_input(Twins(name="t")))
+    found = kinds(of_vectors(Twins(name="t")))
     assert found == [
         ("t/plain", "self"),
         ("t/as_in_detr", "self"),
@@ -221,7 +214,7 @@ def test_no_trace_is_left_of_the_trace():
         tracked = model._flatten_layers()
         return [(len(x._inbound_nodes), len(x._outbound_nodes), sorted(vars(x))) for x in tracked]
 
-    model = one_input(Counts(name="counts"))
+    model = of_vectors(Counts(name="counts"))
     before = held()
     assert kinds(model) == [("counts/a", "self")]
     assert float(model.get_layer("counts").calls) == 0

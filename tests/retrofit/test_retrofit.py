@@ -20,7 +20,6 @@ from small_models import (
     of_ids,
     of_vectors,
     one_layer,
-    stack,
 )
 from tiled_contract import ALWAYS
 from tolerance import assert_close
@@ -36,10 +35,7 @@ RULES = {
     "a head off": (hm.PerHead({2: hm.Nothing()}), {}),
     "opens all but padding": (
         ~hm.SameSegment("parts") | hm.KeyIn("token_ids", (9, 0)),
-        {
-            "parts": PARTS,
-            "token_ids": TOKENS,
-        },
+        {"parts": PARTS, "token_ids": TOKENS},
     ),
 }
 
@@ -263,13 +259,6 @@ def test_and_or_replace_a_rule(make, existing, tmp_path):
         np.testing.assert_array_equal(numpy(again(TOKENS)), numpy(masked(TOKENS)))
         if copy:  # and the one before is as it was
             assert_close(numpy(before(TOKENS)), was, depth=2)
-
-
-def test_other_layers_may_get_a_rule_later():
-    masked = hm.apply_head_masks(stack(2), CHUNK, layers=0)
-    assert leak(masked) > 0
-    masked = hm.apply_head_masks(masked, CHUNK, layers=1)
-    assert leak(masked) == 0
 
 
 def test_cross_attention_under_a_rule_counts_from_0_without_a_warning(tmp_path):

@@ -127,18 +127,14 @@ def heap_at_rest():
 
 @pytest.mark.long
 def test_int8(tmp_path, heap_at_rest):
-    stock, full, rule = (
-        bert(),
-        hm.apply_head_masks(bert(), hm.Full()),
-        hm.apply_head_masks(bert(), hm.PerHead({0: hm.Chunk(4)})),
-    )
-    outputs = []
-    for model in (stock, full, rule):
+    rules = hm.Full(), hm.PerHead({0: hm.Chunk(4)})
+    masked, outputs = [hm.apply_head_masks(bert(), rule) for rule in rules], []
+    for model in (bert(), *masked):
         model.quantize("int8")
         outputs.append(numpy(model(features())["sequence_output"]))
     np.testing.assert_array_equal(outputs[1], outputs[0])
     assert abs(outputs[2] - outputs[0]).max() > 1e-2
-    rule.save(tmp_path / "int8.keras")
+    masked[1].save(tmp_path / "int8.keras")
     again = keras.saving.load_model(tmp_path / "int8.keras")
     assert again.transformer_layers[0]._self_attention_layer.query_dense.quantization_mode == "int8"
     np.testing.assert_array_equal(numpy(again(features())["sequence_output"]), outputs[2])

@@ -286,19 +286,13 @@ IN_VLLM = [x for x in FAMILIES if x.name in ("Llama", "Mistral", "Qwen 2", "Qwen
 @each(*IN_VLLM)
 def test_a_class_that_returns_before_the_hook_is_refused(family, monkeypatch):
     masked = hm.apply_head_masks(models(family)[0], RULE)
-    layer = attention(masked)[0]
-    module = sys.modules[adapter_module(layer)]
+    module = sys.modules[type(attention(masked)[0])._stock_class.__module__]
     context = types.SimpleNamespace(paged_attention_func=print)
     monkeypatch.setattr(module, "get_vllm_context", lambda: context)
     cls = getattr(module, family.attention)
     monkeypatch.setattr(cls, "_compute_vllm_attention", lambda self, x, cache, vllm_context: x)
     with pytest.raises(RuntimeError, match=r"was not used in this call.*inside vLLM"):
         masked(data(masked))
-
-
-def adapter_module(layer):
-    """The module of a masked layer's stock class."""
-    return type(layer)._stock_class.__module__
 
 
 # --- The page -------------------------------------------------------------------------------------

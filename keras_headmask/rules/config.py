@@ -16,6 +16,7 @@ KINDS: dict[str, Any] = {}  # the class of each
 RECIPES: dict[str, str] = {}  # the call of each: {"causal": "hm.recipes.causal()"}
 _CALLS: dict[Any, str] = {}  # by class, by recipe, and by the names of ours
 _OURS = f"{__name__.partition('.')[0]}."
+_LONGEST_PATH = 900  # about a hundred levels; a config that holds itself has no end
 
 
 def register(kind: str, cls: Any) -> None:
@@ -157,6 +158,8 @@ def join_path(path: str, field: str) -> str:
 
 def build(config: Any, path: str = "") -> Any:
     """Make the spec that `config` describes; `path` says where in a larger config it stands."""
+    if len(path) > _LONGEST_PATH:
+        raise bad_place(path[:60] + "...", "rules nested this deeply are not read.")
     if not isinstance(config, Mapping):
         raise bad_place(path, f"expected an object with a `kind`. Received: {config!r}.")
     fields = dict(config)

@@ -264,9 +264,10 @@ def _check_sides(
         if len(shape) != 2:
             raise ValueError(f"`{place}` must have shape (batch, length). Received: shape {shape}.")
         if None not in (shape[0], batch) and shape[0] != batch:
+            hint = " To use the ids of one example for all, repeat them." if shape[0] == 1 else ""
             raise ValueError(
                 f"`{place}` has {counted(shape[0], 'example')} where the batch has {batch}. "
-                f"Received: shape {shape}. To use the ids of one example for all, repeat them."
+                f"Received: shape {shape}.{hint}"
             )
         batch = shape[0] if batch is None else batch
         single = pair is None

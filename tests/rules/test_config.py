@@ -117,6 +117,13 @@ def test_the_error_of_a_bad_config_names_the_place(config, path, problem):
         load(config)
 
 
+def test_a_config_that_holds_itself_is_refused():
+    endless = {"kind": "not"}
+    endless["spec"] = endless
+    with pytest.raises(ValueError, match="rules nested this deeply are not read"):
+        hm.MaskSpec.from_config(endless)
+
+
 def test_a_field_that_is_no_json():
     with pytest.raises(TypeError, match="fields must be JSON values, tuples of them, or specs"):
         registry.to_json({1, 2})

@@ -52,6 +52,11 @@ SEEN_BY = {
         "test_attention_that_runs_on_two_sequences_takes_no_ids_of_one": "calls_of",
         "test_a_residual_sum_goes_on_with_one_sequence": "made_by",
     },
+    "retrofit/test_functions": {
+        "test_a_function_of_old_in_a_subclassed_model_is_found_among_attributes": (
+            "scopes_in_traces without_number"
+        ),
+    },
     "retrofit/test_hidden_attention": {
         "test_what_may_attend_is_refused_until_it_is_named": "nodes",
         "test_the_graph_inside_a_sequential_model_is_not_taken_for_hidden": "sublayers",

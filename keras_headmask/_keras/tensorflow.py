@@ -176,3 +176,21 @@ def in_function(inside: Any = None) -> bool:
         found = found or type(graph).__name__ == "FuncGraph"
         graph = getattr(graph, "outer_graph", None)
     return found and (inside is None or graph is not None)
+
+
+def without_number(name: str) -> str:
+    """The name of a layer or a scope as it was before it got a number, since another had it."""
+    return re.sub(r"_\d+$", "", name)
+
+
+def scopes_in_traces(holder: Any) -> set[str]:
+    """The scopes, as of layers, in what `tf.function`s among the attributes of an object traced."""
+    import tensorflow as tf
+
+    kind = tf.types.experimental.PolymorphicFunction
+    attributes = [x for place in (holder, *type(holder).__mro__) for x in vars(place).items()]
+    functions = [getattr(holder, name) for name, value in attributes if isinstance(value, kind)]
+    # (A subclass may override one by what is none.)
+    of_all = [x._list_all_concrete_functions() for x in functions if isinstance(x, kind)]
+    operations = [op for traces in of_all for x in traces for op in x.graph.get_operations()]
+    return {without_number(scope) for op in operations for scope in op.name.split("/")[:-1]}

@@ -15,7 +15,6 @@ from keras_headmask.retrofit.adapters import (
     OF_KERAS,
     AttentionLayer,
     adapted,
-    attention,
     errors_naming,
     holds,
 )
@@ -30,7 +29,7 @@ from keras_headmask.retrofit.frame import (
     names_in,
     rules_of,
     spec_of,
-    was_traced,
+    were_traced,
 )
 from keras_headmask.retrofit.masked_model import MaskedModel, drop_compiled, masked, unmask
 from keras_headmask.rules import config
@@ -92,7 +91,7 @@ def apply_head_masks(
         copy: Whether to leave `model` as it is and return a copy, not compiled. With `False` the
             model itself is masked, and stays compiled. Keras retraces `fit` and `predict`, also of
             models around it. A `tf.function`, `jax.jit` or `torch.compile` of your own that has
-            traced it goes on without the rule: make it anew.
+            traced it, inside of a layer, too, goes on without the rule: make it anew.
         add_inputs: Whether the model gets a new input for each name that the rule reads and the
             model lacks. With `False` such a name is an error.
         ignore: A regex on paths, or a list of them: layers and operations that may attend without
@@ -159,11 +158,11 @@ def apply_head_masks(
     else:
         drop_compiled([entry.layer for entry in entries])
     of_model = {id(layer): twin for layer, twin in twins}
-    obeying = {id(of_model[id(x.layer)]) for x, _ in planned}
-    for layer in filter(was_traced, _keras.layers_of(model)):  # (a copy may be, when it is built)
-        if inside := [x.name for x in attention(layer) if id(x) in obeying]:
-            raise ValueError(in_own_function(inside[0]))
-    return masked(model, [(of_model[id(x.layer)], one) for x, one in planned], inputs)
+    obeying = [(of_model[id(entry.layer)], one) for entry, one in planned]
+    # (A copy's function may have been traced, too, when the copy was built.)
+    for layer in were_traced(_keras.layers_of(model), [layer for layer, _ in obeying]):
+        raise ValueError(in_own_function(layer.name))
+    return masked(model, obeying, inputs)
 
 
 def _from_text(text: str) -> Any:

@@ -256,16 +256,12 @@ def in_own_function(name: str) -> str:
     )
 
 
-def was_traced(layer: keras.Layer) -> bool:
-    """Whether an attribute of `layer` or its class is a `tf.function` that was traced before."""
+def were_traced(layers: Iterable[Any], attention: Iterable[Any]) -> list[Any]:
+    """The `attention` that ran in a `tf.function` among the attributes of `layers`."""
     if keras.backend.backend() != "tensorflow":
-        return False
-    import tensorflow as tf
-
-    kind = tf.types.experimental.PolymorphicFunction
-    attributes = [x for holder in (layer, *type(layer).__mro__) for x in vars(holder).items()]
-    functions = [getattr(layer, name) for name, value in attributes if isinstance(value, kind)]
-    return any(function.experimental_get_tracing_count() for function in functions)
+        return []
+    scopes = set().union(*map(_keras.tensorflow.scopes_in_traces, layers))
+    return [x for x in attention if _keras.tensorflow.without_number(x.name) in scopes]
 
 
 # --- Files ----------------------------------------------------------------------------------------

@@ -73,7 +73,7 @@ MOST_LINES = {
     "look": 730,
     "layers": 850,
     "linting": 270,
-    "_keras": 560,
+    "_keras": 580,
     "generation": 150,
     "masks": 450,
 }

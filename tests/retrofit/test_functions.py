@@ -233,7 +233,8 @@ def test_a_function_of_old_in_a_subclassed_model_is_found_among_attributes(how):
     with pytest.raises(ValueError, match=IN_FUNCTION):
         apply(model, CHUNK, copy=False, layers="attention")
     plain = Whole(Block("plain", name="self"))  # has such a function, which nobody called
-    plain(given)
+    plain.block.twice = compiled(lambda x: 2 * x)  # and one that attends to nothing
+    plain.block.twice(plain(given))
     apply(plain, CHUNK, copy=False, layers="attention")(given)
 
 

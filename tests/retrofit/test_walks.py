@@ -32,7 +32,7 @@ def entered(call):
 
 # The most files. A number may be lowered; a commit that raises one says what it could not avoid.
 MOST = {
-    "apply_head_masks": 12,
+    "apply_head_masks": 13,
     "a masked call": 21,
     "attention_probabilities": 21,
     "export_saved_model": 26,

@@ -40,7 +40,7 @@ class Class(NamedTuple):
     needs_mask: bool
 
 
-class Plan(NamedTuple):
+class PositionPlan(NamedTuple):
     """The classes of all tiles, and the share of all blocks that they meet."""
 
     tile: int
@@ -49,7 +49,7 @@ class Plan(NamedTuple):
     share: float
 
 
-def plan_of(part: Part, queries: int, keys: int, query_offset: int) -> Plan:
+def plan_of(part: Part, queries: int, keys: int, query_offset: int) -> PositionPlan:
     """The plan by positions; a pair that any of the heads of `part` may see is computed."""
     tuning = part.tuning
     of_tiles = tuning.local_tile, tuning.wide_tile, tuning.block, len(part.heads)
@@ -59,7 +59,7 @@ def plan_of(part: Part, queries: int, keys: int, query_offset: int) -> Plan:
         Class([*map(int, tiles)], [[*map(int, x)] for x in blocks], needs_mask)
         for tiles, blocks, needs_mask in classes
     ]
-    return Plan(int(tile), tuning.block, made, share)
+    return PositionPlan(int(tile), tuning.block, made, share)
 
 
 @constant_when_compiled  # (PyTorch's compiler reads no NumPy, and no tuple with names.)
@@ -123,7 +123,7 @@ def _widths(counts: list[int]) -> list[int]:
 
 
 def compute(
-    part: Part, plan: Plan, query: Tensor, key: Tensor, value: Tensor, *sinks: Tensor
+    part: Part, plan: PositionPlan, query: Tensor, key: Tensor, value: Tensor, *sinks: Tensor
 ) -> Tensor:
     """The context `(B, T, H, Dv)` for `query` `(B, T, H, D)`, `key` and `value` `(B, S, Hk, ...)`.
 
@@ -170,7 +170,7 @@ def _is_stand_in(tensor: Tensor) -> bool:
 
 def _attended(
     part: Part,
-    plan: Plan,
+    plan: PositionPlan,
     each: Class,
     lengths: tuple[int, int],
     operands: list[Tensor],
@@ -210,7 +210,7 @@ def _attended(
 
 
 def _allowed(
-    part: Part, plan: Plan, each: Class, lengths: tuple[int, int], batch: Length
+    part: Part, plan: PositionPlan, each: Class, lengths: tuple[int, int], batch: Length
 ) -> Mask | None:
     """Which pairs of a class are there and allowed, broadcastable to `(B, n, H, tile, keys)`.
 

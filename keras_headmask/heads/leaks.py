@@ -14,7 +14,7 @@ import numpy as np
 from keras import ops
 
 from keras_headmask import _keras
-from keras_headmask.heads.reading import by_name, check_inputs, is_several
+from keras_headmask.heads.reading import by_name, check_named, is_several
 from keras_headmask.look.tables import Printed, Table
 from keras_headmask.rules.base import MaskSpec, check_spec, enough_heads, not_negative
 from keras_headmask.rules.evaluation import make_mask
@@ -366,7 +366,7 @@ def arrays_of(what: Any, inputs: Any) -> Arrays:
             "`inputs` must hold arrays, (batch, length) or (batch, length, features), in a dict or "
             f"list where there are several. Received: {inputs!r}."
         )
-    check_inputs(model, arrays)
+    check_named(model, arrays)
     return arrays
 
 

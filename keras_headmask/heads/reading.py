@@ -50,7 +50,7 @@ def attention_probabilities(
            [0., 1., 0.],
            [0., 0., 1.]], dtype=float32)
     """
-    check_inputs(model, by_name(model, inputs))
+    check_named(model, by_name(model, inputs))
     survey = Found(model)
     entries = survey.known  # by default all, if none is out of reach
     if layers is not None or not survey.known or survey.unknown:
@@ -166,7 +166,7 @@ def read(
             "Leave it out of `layers`, or use `attention_probabilities`."
         )
     named = by_name(model, inputs)
-    check_inputs(model, named)
+    check_named(model, named)
     shapes = [tuple(getattr(x, "shape", ())) for x in keras.tree.flatten(inputs)]
     if () in shapes or len({x[0] for x in shapes}) != 1 or any(0 in x for x in shapes):
         raise ValueError(
@@ -248,7 +248,7 @@ def is_several(inputs: Any) -> bool:
     return isinstance(inputs, (list, tuple)) and any(hasattr(x, "shape") for x in inputs)
 
 
-def check_inputs(model: Any, named: Mapping[str, Any]) -> None:
+def check_named(model: Any, named: Mapping[str, Any]) -> None:
     """Raise for more arrays than the model has inputs; and for floats, which Keras would cast."""
     declared = list(getattr(model, "inputs", None) or ())
     if declared and len(named) > len(declared):

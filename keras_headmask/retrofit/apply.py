@@ -146,7 +146,7 @@ def apply_head_masks(
     planned = [(entry, _rule(found, entry, spec, existing)) for entry, spec in pairs]
     inputs: list[Any] = []
     if found.graph is not None:
-        check_inputs(found, planned, add_inputs)  # before any change
+        check_reads(found, planned, add_inputs)  # before any change
         inputs = list(new_inputs(found.inputs, [one for _, one in planned]).values())
     for entry, one in planned:
         _check_obeys(entry, one.spec)
@@ -301,7 +301,7 @@ def unmasked(model: keras.Model) -> keras.Model:
 # --- Which inputs rules read ----------------------------------------------------------------------
 
 
-def check_inputs(found: Found, planned: list[Any], add_inputs: bool) -> None:
+def check_reads(found: Found, planned: list[Any], add_inputs: bool) -> None:
     """Raise if a rule of `planned`, pairs of a layer and a rule, reads what no input gives it."""
     inputs = None if found.graph is None else found.graph.input
     if isinstance(inputs, dict):

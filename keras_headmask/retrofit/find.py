@@ -62,7 +62,7 @@ class Found:
         graph = _keras.functional_of(model)
         self.model, self.graph = model, graph if isinstance(graph, _keras.Functional) else None
         self.inputs: dict[str, Any] = {x.name: x for x in getattr(self.graph, "inputs", ())}
-        run = _Run(model, self.graph)
+        run = _SymbolicRun(model, self.graph)
         self.known, self.unknown, self.unseen = self._attention(run)
         specs = {entry.path: spec_of(entry.layer) for entry in self.known}
         self.rules: dict[str, MaskSpec] = {k: x for k, x in specs.items() if x is not None}
@@ -70,7 +70,7 @@ class Found:
         tracked = {id(x) for layer in _keras.layers_of(model) for x in layer.variables}
         self.untracked = list(dict.fromkeys(x.path for x in run.read if id(x) not in tracked))
 
-    def _attention(self, run: "_Run") -> tuple[list[AttentionLayer], ...]:
+    def _attention(self, run: "_SymbolicRun") -> tuple[list[AttentionLayer], ...]:
         """What is known, unknown and unseen."""
         calls, softmaxes = self._calls(run), _softmaxes(self.graphs)
         counted = {} if self.graph is None else _calls_in(self.graph)
@@ -103,7 +103,7 @@ class Found:
             known.sort(key=lambda entry: order[id(entry.layer)])
         return known, unknown, unseen
 
-    def _calls(self, run: "_Run") -> dict[int, list[bool | None]]:
+    def _calls(self, run: "_SymbolicRun") -> dict[int, list[bool | None]]:
         """`run.calls`, by nodes for layers in a graph: what a dtype policy casts is one tensor."""
         calls = dict(run.calls if run.is_whole else {})
         by_node: dict[int, list[bool | None]] = {}
@@ -184,7 +184,7 @@ class _Reads(keras.StatelessScope):
         return super().get_current_value(variable)
 
 
-class _Run(keras.Operation):
+class _SymbolicRun(keras.Operation):
     """The model once on symbolic tensors; a model without a graph, or that fails, shows nothing."""
 
     def __init__(self, model: Any, graph: Any):

@@ -82,7 +82,7 @@ class Part(Remats):
         return super().get_config()
 
 
-class State:
+class PartState:
     """What a part knows beside its stock class; Keras does not track it."""
 
     def __init__(self, owner: keras.Model):
@@ -112,7 +112,7 @@ def become(layer: Any, kind: Any, filed_as: str | None = None) -> None:
 def become_part(layer: Any, owner: keras.Model, kind: type = Part) -> None:
     """Make `layer` a part of the masked model `owner`, unless it is part of a model inside."""
     if not is_masked(layer):
-        vars(layer)[STATE] = State(owner)
+        vars(layer)[STATE] = PartState(owner)
         become(layer, kind)
 
 

@@ -1,7 +1,7 @@
 """What the package relies on inside Keras and its backends, so that a new one fails here first.
 
-Each test names what of `_keras/` it covers, and says what its failure means for users. Names whose
-change a law of users sees stand in `versions.SEEN_BY`.
+Each test names what of `_keras.py` it covers, and says what its failure means for users. Names
+whose change a law of users sees stand in `versions.SEEN_BY`.
 """
 
 import ast
@@ -42,7 +42,7 @@ def says(names, breaks):
 
 
 def relies_on(names, breaks):
-    """Cover `names` of `_keras/`; a failure says what it breaks."""
+    """Cover `names` of `_keras.py`; a failure says what it breaks."""
     COVERED.update(names.split())
     return says(names, breaks)
 
@@ -62,8 +62,7 @@ def graph():
 
 def test_every_private_name_is_covered():
     names = set(_keras.OVERRIDDEN)
-    files = Path(_keras.__file__).parent.glob("*.py")
-    for node in (node for file in files for node in ast.parse(file.read_text()).body):
+    for node in ast.parse(Path(_keras.__file__).read_text()).body:
         if isinstance(node, ast.FunctionDef):
             names.add(node.name)
         elif isinstance(node, ast.ImportFrom):
@@ -236,7 +235,7 @@ def test_xla_is_told():
     import tensorflow as tf
 
     seen = []
-    note = lambda: seen.append(_keras.tensorflow.in_xla())  # noqa: E731
+    note = lambda: seen.append(_keras.in_xla())  # noqa: E731
     for jit_compile in (False, True):
         tf.function(note, autograph=False, jit_compile=jit_compile)()
     note()
@@ -255,7 +254,7 @@ def test_projections_of_one_sequence_are_as_long():
         key = tf.cast(project(x), "float64")
         pairs = [(project(x), y) for y in (key, project(other), project(x[:, :1]))]
         pairs += [(x + x, x), (x, eager)]  # what is added may be longer than 1
-        return [_keras.tensorflow.are_as_long(*pair) for pair in pairs]
+        return [_keras.are_as_long(*pair) for pair in pairs]
 
     seen, eager = [], tf.ones([1, 1, 4])
     operand = tf.TensorSpec([None, None, 4])
@@ -273,7 +272,7 @@ def test_the_gradient_is_that_of_the_branch_that_ran():
     def gradient(x, is_first):
         with tf.GradientTape() as tape:
             tape.watch(x)
-            (first,), (second,) = _keras.tensorflow.for_branches(is_first, [x])
+            (first,), (second,) = _keras.for_branches(is_first, [x])
             y = tf.cond(is_first, lambda: 3 * first, lambda: x[:0])
             y = tf.cond(is_first, lambda: y, lambda: 5 * second)
         return tape.gradient(y, x)
@@ -288,10 +287,10 @@ def test_the_gradient_is_that_of_the_branch_that_ran():
 def test_a_custom_gradient_is_found_by_tapes_by_graphs_and_by_forward_mode():
     import tensorflow as tf
 
-    @_keras.tensorflow.custom_gradient
+    @_keras.custom_gradient
     def triple(x):
-        graphs.append(_keras.tensorflow.outermost_graph())
-        with _keras.tensorflow.unrecorded():
+        graphs.append(_keras.outermost_graph())
+        with _keras.unrecorded():
             return 3 * x, lambda upstream: [30 * upstream]  # (not what TensorFlow would give)
 
     def by_tape(x):
@@ -302,13 +301,13 @@ def test_a_custom_gradient_is_found_by_tapes_by_graphs_and_by_forward_mode():
 
     def forward_mode(x):
         with tf.autodiff.ForwardAccumulator(x, x) as accumulator:
-            assert _keras.tensorflow.in_forward_mode(x)
+            assert _keras.in_forward_mode(x)
             y = triple(x)
         return accumulator.jvp(y)
 
     graphs, run = [], tf.function(by_tape)
     assert run.get_concrete_function(tf.ones([2])).graph is graphs[0]
     by_graph = tf.function(lambda x: tf.gradients(triple(x), x)[0])
-    assert not _keras.tensorflow.in_forward_mode(tf.ones([2]))
+    assert not _keras.in_forward_mode(tf.ones([2]))
     for derive in (by_tape, run, by_graph, forward_mode, tf.function(forward_mode)):
         assert derive(tf.ones([2])).numpy().tolist() == [30, 30]

@@ -14,7 +14,7 @@ from pathlib import Path
 # The last release of each minor version; the newest is what is installed.
 RELEASES = "3.13.2", "3.14.1", "3.15.1"
 NIGHTLY = "--pre", "keras-nightly", "keras-hub-nightly"  # (KerasHub reads private names of Keras)
-# By file, then by test, the private names of `_keras/` whose change it sees.
+# By file, then by test, the private names of `_keras.py` whose change it sees.
 SEEN_BY = {
     "layers/test_parity": {
         "test_outputs_and_scores": "gate is_grouped projections scale sliding_window",

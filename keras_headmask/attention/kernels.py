@@ -15,7 +15,7 @@ import keras
 from keras import ops
 
 from keras_headmask import masks
-from keras_headmask._keras.tensorflow import in_vectorized_map, in_xla
+from keras_headmask._keras import in_vectorized_map, in_xla
 from keras_headmask.attention import dense as definition
 from keras_headmask.attention import fused as backends
 from keras_headmask.attention import gathered as tiles

@@ -101,7 +101,7 @@ def _is_graph(query: Tensor) -> bool:
         return False
     import tensorflow as tf
 
-    return not (tf.executing_eagerly() or _keras.tensorflow.in_xla() or is_dense_scope())
+    return not (tf.executing_eagerly() or _keras.in_xla() or is_dense_scope())
 
 
 def _sizes_from_inputs(
@@ -123,7 +123,7 @@ def _sizes_from_inputs(
     name = max(kinds, key=lambda name: len(kinds[name].sides))  # the first that says both lengths
     has_offset = not (isinstance(query_offset, int) and query_offset == 0)
     is_cut, mask_input = has_offset and as_pair(inputs[name]) is None, as_sides(inputs[name])
-    is_self = _keras.tensorflow.are_as_long(query, key)
+    is_self = _keras.are_as_long(query, key)
     return graphs.sizes_from_input(
         sizes, name, mask_input, kinds[name].sides, is_cut, is_self, query
     )

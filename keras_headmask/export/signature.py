@@ -110,7 +110,7 @@ def traced(signature: Signature) -> tuple[Any, Any]:
 
 
 def _refuse_what_no_server_runs(function: Any) -> None:
-    graph, mark = function.graph.as_graph_def(), _keras.tensorflow.XLA_MUST_COMPILE
+    graph, mark = function.graph.as_graph_def(), _keras.XLA_MUST_COMPILE
     nodes = [*graph.node, *(node for one in graph.library.function for node in one.node_def)]
     kinds = {node.op for node in nodes}
     if python := sorted(kinds & _PYTHON):

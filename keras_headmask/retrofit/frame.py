@@ -216,7 +216,7 @@ def tensors_for(rule: LayerRule, layer: keras.Layer) -> Mapping[str, Any] | None
             "what `generate()` is given.)"
         )
     is_tensorflow = keras.backend.backend() == "tensorflow"
-    if rule.reads and is_tensorflow and _keras.tensorflow.in_function(current_frame().graph):
+    if rule.reads and is_tensorflow and _keras.in_function(current_frame().graph):
         raise RuntimeError(in_own_function(layer.name))
     return tensors
 
@@ -260,8 +260,8 @@ def were_traced(layers: Iterable[Any], attention: Iterable[Any]) -> list[Any]:
     """The `attention` that ran in a `tf.function` among the attributes of `layers`."""
     if keras.backend.backend() != "tensorflow":
         return []
-    scopes = set().union(*map(_keras.tensorflow.scopes_in_traces, layers))
-    return [x for x in attention if _keras.tensorflow.without_number(x.name) in scopes]
+    scopes = set().union(*map(_keras.scopes_in_traces, layers))
+    return [x for x in attention if _keras.without_number(x.name) in scopes]
 
 
 # --- Files ----------------------------------------------------------------------------------------

@@ -15,7 +15,7 @@ import numpy as np
 from keras import ops
 
 from keras_headmask import masks
-from keras_headmask._keras.tensorflow import in_xla
+from keras_headmask._keras import in_xla
 from keras_headmask.masks import Length, Mask, Tensor
 from keras_headmask.rules import graphs
 from keras_headmask.rules.base import MaskSpec, check_spec, head_groups, leaves, whole_number

@@ -18,7 +18,7 @@ import keras
 from keras import ops
 
 from keras_headmask import masks
-from keras_headmask._keras.tensorflow import are_as_long
+from keras_headmask._keras import are_as_long
 from keras_headmask.masks import Length, Tensor
 from keras_headmask.rules.protocol import Sides, Sizes
 

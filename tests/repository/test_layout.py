@@ -142,13 +142,12 @@ OVERRIDDEN = next(
     for node in tree("_keras").body
     if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "OVERRIDDEN"
 )
-PRIVATE_FILES = {module for module in FILES if folder(module) == "_keras"}
-THEIRS = set().union(*map(private_names, PRIVATE_FILES))
-OURS = {name for module in set(FILES) - PRIVATE_FILES for name in defined(module)} - THEIRS
+OTHERS = sorted(set(FILES) - {"_keras"})
+OURS = {name for module in OTHERS for name in defined(module)} - private_names("_keras")
 
 
-@pytest.mark.parametrize("module", sorted(set(FILES) - PRIVATE_FILES))
-def test_private_names_of_keras_and_tensorflow_stand_in_one_folder(module):
+@pytest.mark.parametrize("module", OTHERS)
+def test_private_names_of_keras_and_tensorflow_stand_in_one_file(module):
     """Any other must be one that the package defines, or a method that it overrides.
 
     (Ruff refuses imports of their private modules, and private attributes of what is not `self`.)

@@ -32,10 +32,10 @@ def entered(call):
 
 # The most files. A number may be lowered; a commit that raises one says what it could not avoid.
 MOST = {
-    "apply_head_masks": 13,
-    "a masked call": 21,
-    "attention_probabilities": 21,
-    "export_saved_model": 26,
+    "apply_head_masks": 12,
+    "a masked call": 20,
+    "attention_probabilities": 20,
+    "export_saved_model": 25,
 }
 
 

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import tensorflow as tf
 
-from keras_headmask._keras import tensorflow as internals
+from keras_headmask import _keras
 from keras_headmask.attention import head_groups
 from keras_headmask.attention.head_groups import Part
 from keras_headmask.attention.scopes import is_forward_only
@@ -43,7 +43,7 @@ def compute(part: Part, *operands: Tensor) -> Tensor:
     H = `part.sharing` * Hk. `operands`: these, and sinks if there are some.
     """
     # (TensorFlow has no derivative of a branch there.)
-    by_tiles_alone = internals.in_forward_mode(*operands)
+    by_tiles_alone = _keras.in_forward_mode(*operands)
     # (Nothing else of the part matters.)
     of_rule = Part(part.rule, part.heads, part.bound, 1.0, part.tuning, sharing=part.sharing)
     shared = _shared(of_rule, operands[0].dtype.name, by_tiles_alone)
@@ -71,7 +71,7 @@ def _attend(part: Part, shared: Shared, *operands: Tensor) -> Tensor:
     # (Empty, and of a shape that TensorFlow does not know: else it logs that shapes differ.)
     nothing = tf.zeros([0, 0, *shape[2:]], value.dtype)
     nothing = tf.raw_ops.PlaceholderWithDefault(input=nothing, shape=[None, None, *shape[2:]])
-    short, long = internals.for_branches(shared.is_short, operands)
+    short, long = _keras.for_branches(shared.is_short, operands)
     context = tf.cond(
         shared.is_short, lambda: _attended_to_all(part, shared, *short), lambda: nothing
     )
@@ -167,7 +167,7 @@ def _found(part: Part, known: tuple) -> tuple[Tensor, Tensor, list[Plan]]:
     if is_short is False:
         return nothing, nothing, long_plans()
     # A function: TensorFlow optimises it when it first runs.
-    plans = tf.function(long_plans, autograph=False, experimental_attributes=internals.NOT_INLINED)
+    plans = tf.function(long_plans, autograph=False, experimental_attributes=_keras.NOT_INLINED)
     plans = plans.get_concrete_function()
     no_plans = tf.nest.map_structure(_empty, plans.structured_outputs)
     return tf.cond(

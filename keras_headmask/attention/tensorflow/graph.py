@@ -6,7 +6,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from keras_headmask._keras import tensorflow as internals
+from keras_headmask import _keras
 from keras_headmask.attention.scopes import functions_of_export, is_forward_only
 from keras_headmask.masks import Tensor
 from keras_headmask.rules.evaluation import Bound, put_together, taken_apart
@@ -19,10 +19,10 @@ def _kept(make: Callable[[], Callable], *key: Any) -> Callable:
     """
     functions = functions_of_export()
     if functions is None:
-        graph = internals.outermost_graph()
+        graph = _keras.outermost_graph()
         functions = getattr(graph, "headmask_functions", {})
         graph.headmask_functions = functions
-    key = *key, is_forward_only(), internals.checks_numerics()
+    key = *key, is_forward_only(), _keras.checks_numerics()
     if key not in functions:
         functions[key] = make()
     return functions[key]
@@ -59,7 +59,7 @@ def _function(compute: Callable, part: Any, names: tuple) -> Callable:
 
     # Not inlined where it is called, or the graph would hold a copy for each call again, and be
     # optimised as many.
-    @tf.function(autograph=False, experimental_attributes=internals.NOT_INLINED)
+    @tf.function(autograph=False, experimental_attributes=_keras.NOT_INLINED)
     def function(
         queries: Tensor, keys: Tensor, values: list, drawn: list, shared: Any, *operands: Tensor
     ) -> Tensor:
@@ -90,9 +90,9 @@ def with_own_gradient(forward: Callable, backward: Callable, *operands: Tensor) 
         return context, gradient
 
     # (Forward mode derives each operation; its own tape would record none of `backward`'s.)
-    if is_forward_only() or internals.in_forward_mode(*operands):
+    if is_forward_only() or _keras.in_forward_mode(*operands):
         return attention(*operands)[0]
-    return internals.custom_gradient(attention)(*operands)
+    return _keras.custom_gradient(attention)(*operands)
 
 
 def zeros_to_add_to(like: Tensor) -> Tensor:
@@ -108,7 +108,7 @@ def on_gpu() -> Tensor:
     return tf.raw_ops.DeviceIndex(device_names=["CPU", "GPU"])
 
 
-@internals.custom_gradient
+@_keras.custom_gradient
 def added(tensor: Tensor, where: Tensor, rows: Tensor, is_gpu: Tensor) -> tuple[Tensor, Callable]:
     """`tensor`, which nobody else may read, with `rows` added at places on its first axis."""
 
@@ -123,7 +123,7 @@ def added(tensor: Tensor, where: Tensor, rows: Tensor, is_gpu: Tensor) -> tuple[
 
     # A GPU that adds in place loses rows of places that occur twice; a CPU would copy all of
     # `tensor` in each of its many steps.
-    with internals.unrecorded():
-        if internals.in_vectorized_map():
+    with _keras.unrecorded():
+        if _keras.in_vectorized_map():
             return in_place(), gradient
         return tf.cond(is_gpu > 0, in_copy, in_place), gradient

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import tensorflow as tf
 
-from keras_headmask._keras import tensorflow as internals
+from keras_headmask import _keras
 from keras_headmask.attention import head_groups
 from keras_headmask.attention.dense import capped, with_sinks
 from keras_headmask.attention.head_groups import Part, folded, unfolded
@@ -127,7 +127,7 @@ def attended(
 def hiding(allowed: Mask, alive: Mask, dtype: tf.DType) -> Tensor:
     """-inf for what is hidden, to be added to logits; 0 for the rest and in rows without a key."""
     # (-inf is an error where TensorFlow checks numbers.)
-    lowest = dtype.min / 2 if internals.checks_numerics() else -math.inf
+    lowest = dtype.min / 2 if _keras.checks_numerics() else -math.inf
     return tf.where(tf.equal(allowed, alive), tf.zeros([], dtype), tf.constant(lowest, dtype))
 
 
@@ -235,7 +235,7 @@ class Step(NamedTuple):
             parts = (tf.slice(x, [start, 0], [count, x.shape[1]]) for x in self.steps.of_keys)
             return [tf.reshape(x, [*shape, x.shape[1]]) for x in parts]
 
-        if internals.in_forward_mode(*self.steps.of_keys):
+        if _keras.in_forward_mode(*self.steps.of_keys):
             return gathered()  # (it raises for a branch here)
         return tf.cond(self.meets_all, as_they_lie, gathered)
 

@@ -7,16 +7,21 @@ from typing import TYPE_CHECKING
 from keras_headmask.rules import config, recipes
 from keras_headmask.rules.algebra import PerHead
 from keras_headmask.rules.base import MaskSpec, register_spec
-from keras_headmask.rules.inputs import (
+from keras_headmask.rules.leaves import (
+    Chunk,
+    Full,
     KeyFlag,
     KeyIn,
+    Keys,
     MaskInput,
+    Nothing,
+    Queries,
     QueryFlag,
     QueryIn,
     SameSegment,
     SameSentence,
+    Window,
 )
-from keras_headmask.rules.positions import Chunk, Full, Keys, Nothing, Queries, Window
 from keras_headmask.rules.protocol import Bounds, InputType, Sides, Span, Tiles
 
 __version__ = "0.2.0"

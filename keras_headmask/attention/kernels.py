@@ -24,7 +24,7 @@ from keras_headmask.attention.head_groups import Part
 from keras_headmask.attention.request import Request
 from keras_headmask.masks import Mask, Tensor
 from keras_headmask.rules import evaluation
-from keras_headmask.rules.positions import Full
+from keras_headmask.rules.leaves import Full
 
 _FULL = Full()  # (Made once: `torch.compile` cannot read how a spec is made.)
 _LOG = logging.getLogger("keras_headmask")

@@ -15,8 +15,8 @@ from keras_headmask.attention.scopes import is_dense_scope
 from keras_headmask.masks import Length, Mask, Tensor, sizes
 from keras_headmask.rules import evaluation, graphs
 from keras_headmask.rules.base import MaskSpec
-from keras_headmask.rules.evaluation import Bound, as_sides
-from keras_headmask.rules.inputs import KeyFlag, MaskInput, QueryFlag, as_pair
+from keras_headmask.rules.evaluation import Bound, as_pair, as_sides
+from keras_headmask.rules.leaves import KeyFlag, MaskInput, QueryFlag
 from keras_headmask.rules.protocol import Sizes
 
 # (Made once: `torch.compile` cannot read how a spec is made.)

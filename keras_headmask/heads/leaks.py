@@ -18,7 +18,7 @@ from keras_headmask.heads.reading import by_name, check_named, is_several
 from keras_headmask.look.tables import Printed, Table
 from keras_headmask.rules.base import MaskSpec, check_spec, enough_heads, not_negative
 from keras_headmask.rules.evaluation import make_mask
-from keras_headmask.rules.inputs import marks_padding, padding_inputs
+from keras_headmask.rules.leaves import marks_padding, padding_inputs
 
 Arrays = dict[str, np.ndarray]
 

@@ -12,8 +12,7 @@ from keras_headmask.heads.reading import allowed_pairs, read
 from keras_headmask.look import plotting
 from keras_headmask.look.tables import Printed, Table
 from keras_headmask.rules.base import MaskSpec, not_negative
-from keras_headmask.rules.inputs import KeyIn, SameSentence
-from keras_headmask.rules.positions import Window
+from keras_headmask.rules.leaves import KeyIn, SameSentence, Window
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

@@ -14,7 +14,7 @@ from keras_headmask.retrofit.adapters import AttentionLayer, without_remat
 from keras_headmask.retrofit.find import Found, selected
 from keras_headmask.rules import evaluation
 from keras_headmask.rules.base import MaskSpec, id_tuple, whole_number
-from keras_headmask.rules.inputs import padding_inputs
+from keras_headmask.rules.leaves import padding_inputs
 
 _IDS = ("token_ids", "input_ids", "ids")
 

@@ -15,8 +15,7 @@ from keras_headmask.look.tables import Printed, Table
 from keras_headmask.rules import recipes
 from keras_headmask.rules.algebra import PerHead
 from keras_headmask.rules.base import MaskSpec, not_negative
-from keras_headmask.rules.inputs import SameSentence
-from keras_headmask.rules.positions import Full, Keys, Nothing, Window
+from keras_headmask.rules.leaves import Full, Keys, Nothing, SameSentence, Window
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

@@ -13,8 +13,7 @@ from keras_headmask.heads import leaks
 from keras_headmask.rules import base, evaluation
 from keras_headmask.rules.algebra import farthest
 from keras_headmask.rules.base import MaskSpec, check_heads, enough_heads
-from keras_headmask.rules.evaluation import Bound, checked_offset
-from keras_headmask.rules.inputs import length_of
+from keras_headmask.rules.evaluation import Bound, checked_offset, length_of
 from keras_headmask.rules.protocol import Places, Sides
 
 

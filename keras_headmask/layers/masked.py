@@ -30,7 +30,7 @@ from keras_headmask.layers.call_checks import (
 from keras_headmask.masks import Length, Mask, Tensor
 from keras_headmask.rules import config, evaluation
 from keras_headmask.rules.base import MaskSpec, check_heads, check_spec, restricts
-from keras_headmask.rules.positions import Window
+from keras_headmask.rules.leaves import Window
 
 # What restricts from outside of the rule.
 _MASKS = ("attention_mask", "query_mask", "value_mask", "key_mask")

@@ -12,7 +12,8 @@ from keras import ops
 from keras_headmask.rules import base, evaluation, words
 from keras_headmask.rules.algebra import farthest
 from keras_headmask.rules.base import MaskSpec, head_groups, leaves, whole_number
-from keras_headmask.rules.inputs import ids_of, key_side, length_of, marks_padding
+from keras_headmask.rules.evaluation import length_of, side_of
+from keras_headmask.rules.leaves import ids_of, marks_padding
 from keras_headmask.rules.protocol import BOTH
 
 _SHORTEST, _UNKNOWN = 16, 256  # positions at which a rule is looked at
@@ -92,8 +93,8 @@ def lint(
     for size in sizes:
         whole_number(size, "queries, keys and num_heads", at_least=1)
     heads, inputs = num_heads or base.enough_heads(rule), dict(mask_inputs or {})
-    marks = {x: key_side(inputs[x]) for x in inputs if marks_padding(x)}
-    marks = {name: side != 0 for name, side in marks.items() if side is not None}
+    sides = {name: side_of(inputs[name], -1) for name in inputs if marks_padding(name)}
+    marks = {name: x != 0 for name, x in sides.items() if x is not None and x.ndim == 2}
     given = {name: value for name, value in inputs.items() if name in rule.inputs}
     length, is_enough = _length_for(rule, heads)
     of_queries, of_keys = (length_of(rule, given, side) for side in (0, -1))
@@ -260,7 +261,7 @@ def _end_id_pads(spec: MaskSpec, given: _Arrays, marks: _Arrays) -> Iterator[Fin
     for leaf in leaves(spec):
         ends_parts = ids_of(leaf) and all(x.sides == BOTH for x in leaf.inputs.values())
         if ends_parts and not _unknown_leaves(leaf, given):
-            ids: Any = key_side(given[next(iter(leaf.inputs))])
+            ids: Any = side_of(given[next(iter(leaf.inputs))], -1)
             found = np.isin(ids, ids_of(leaf))
             real = [found & x for x in marks.values() if x.shape == found.shape]
             if real and found.any() and not np.logical_and.reduce(real).any():

@@ -17,7 +17,7 @@ from keras_headmask import _keras, masks
 from keras_headmask.attention import scopes
 from keras_headmask.attention.dense import Changes
 from keras_headmask.rules.base import MaskSpec
-from keras_headmask.rules.positions import Window
+from keras_headmask.rules.leaves import Window
 
 _OPERANDS = "query", "key", "value", "attention_mask"
 _DEFAULTS = {"attention_mask": None, "training": None, "return_attention_scores": False}

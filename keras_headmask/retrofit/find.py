@@ -29,7 +29,7 @@ from keras_headmask.retrofit.adapters import (
 )
 from keras_headmask.retrofit.frame import STATE, graph_being_built, rules_of, spec_of
 from keras_headmask.rules.base import MaskSpec, check_spec
-from keras_headmask.rules.inputs import padding_inputs
+from keras_headmask.rules.leaves import padding_inputs
 
 
 class Found:

@@ -8,7 +8,7 @@ import numpy as np
 
 from keras_headmask.retrofit.find import Found
 from keras_headmask.rules.base import MaskSpec, leaves
-from keras_headmask.rules.inputs import ids_of, marks_padding
+from keras_headmask.rules.leaves import ids_of, marks_padding
 from keras_headmask.rules.protocol import InputType
 
 Arrays = dict[str, np.ndarray]

@@ -28,7 +28,7 @@ from keras_headmask.rules.base import (
     register_spec,
     whole_number,
 )
-from keras_headmask.rules.positions import Full
+from keras_headmask.rules.leaves import Full
 from keras_headmask.rules.protocol import Bounds, Sides, Span, Tiles
 
 _PARTS, _PART = 64, 2**14  # tiles, and positions in each, of which `is_local` asks

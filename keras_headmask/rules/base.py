@@ -1,9 +1,9 @@
 """A mask spec: which keys each query may attend to, as a value.
 
 A spec knows no length, batch or backend. Leaves say something about one pair of positions, by
-where they stand (`positions.py`) or by what is read there (`inputs.py`); `& | ~` (`algebra.py`)
-and `PerHead` combine them. Each question to a spec is a member with a default that is right for
-any spec, so that a new leaf is right before it is fast. Nothing here imports Keras.
+where they stand or by what is read there (`leaves.py`); `& | ~` and `PerHead` combine them
+(`algebra.py`). Each question to a spec is a member with a default that is right for any spec, so
+that a new leaf is right before it is fast. Nothing here imports Keras.
 """
 
 import dataclasses

@@ -21,7 +21,6 @@ from keras_headmask.rules import graphs
 from keras_headmask.rules.base import MaskSpec, check_spec, head_groups, leaves, whole_number
 from keras_headmask.rules.config import did_you_mean
 from keras_headmask.rules.graphs import made_once
-from keras_headmask.rules.inputs import as_pair
 from keras_headmask.rules.protocol import InputType, Places, Sides, Sizes
 from keras_headmask.rules.words import counted
 
@@ -380,11 +379,36 @@ def bind(
     return Bound(query_positions, ops.arange(keys, dtype=dtype), bound, sizes)
 
 
+def as_pair(value: Any) -> tuple[Tensor, ...] | None:
+    """`(query_side, key_side)` if `value` is a pair; a saved model's is a list of tensors."""
+    if isinstance(value, list) and len(value) == 2:
+        return tuple(value) if all(v is None or hasattr(v, "shape") for v in value) else None
+    return value if isinstance(value, tuple) else None
+
+
 def as_sides(value: Any) -> Sides:
     """Ids or flags at queries and keys, of a pair or of one tensor that serves both."""
     if (pair := as_pair(value)) is not None:
         return Sides(*(None if side is None else masks.as_mask_input(side) for side in pair))
     return Sides(*[masks.as_mask_input(value)] * 2)
+
+
+def side_of(value: Any, side: int) -> np.ndarray | None:
+    """The side of the queries (0) or of the keys (-1) of a mask input, in NumPy."""
+    pair = as_pair(value)
+    tensor = value if pair is None else pair[side]
+    return None if tensor is None else ops.convert_to_numpy(tensor)
+
+
+def length_of(spec: MaskSpec, mask_inputs: Mapping[str, Any], side: int) -> int | None:
+    """How many queries (side 0) or keys (side -1) the examples that `spec` reads speak of."""
+    for name, kind in spec.inputs.items():
+        tensor = side_of(mask_inputs[name], side) if name in mask_inputs else None
+        if tensor is not None and (kind.rank is None or tensor.ndim == 2):
+            size = tensor.shape[-2 - side if kind.rank is None else 1]
+            if size > 1 or kind.rank is not None:
+                return size
+    return None
 
 
 def _as_wide(value: Any) -> Any:

@@ -13,15 +13,16 @@ from collections.abc import Sequence
 
 from keras_headmask.rules import config
 from keras_headmask.rules.base import MaskSpec, id_tuple, input_name, whole_number
-from keras_headmask.rules.inputs import (
+from keras_headmask.rules.leaves import (
     KeyFlag,
     KeyIn,
+    Keys,
     QueryFlag,
     QueryIn,
     SameSegment,
     SameSentence,
+    Window,
 )
-from keras_headmask.rules.positions import Keys, Window
 
 _Ids = int | Sequence[int]
 

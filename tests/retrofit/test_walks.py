@@ -33,9 +33,9 @@ def entered(call):
 # The most files. A number may be lowered; a commit that raises one says what it could not avoid.
 MOST = {
     "apply_head_masks": 12,
-    "a masked call": 20,
-    "attention_probabilities": 20,
-    "export_saved_model": 25,
+    "a masked call": 19,
+    "attention_probabilities": 19,
+    "export_saved_model": 24,
 }
 
 

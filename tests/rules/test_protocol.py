@@ -15,7 +15,7 @@ from keras_headmask.export.signature import Input
 from keras_headmask.retrofit.find import Found
 from keras_headmask.retrofit.made_up import made_up
 from keras_headmask.rules import config, evaluation
-from keras_headmask.rules.inputs import ids_of
+from keras_headmask.rules.leaves import ids_of
 
 CAUSAL, NEAR = hm.Window(after=0), hm.Window(2, 2)
 LEAVES = [

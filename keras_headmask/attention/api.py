@@ -1,20 +1,22 @@
 """`hm.dot_product_attention`: attention for a layer of one's own."""
 
 import math
-from collections.abc import Mapping
+import numbers
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import keras
 import numpy as np
 
 from keras_headmask import masks
-from keras_headmask.attention.dense import checked_changes
 from keras_headmask.attention.kernels import attend
 from keras_headmask.attention.request import (
+    Changes,
     Request,
     all_that_restricts,
     bound_to,
     check_operands,
+    checked_bias,
     checked_tiled,
 )
 from keras_headmask.attention.scopes import adapt_exports
@@ -24,6 +26,7 @@ from keras_headmask.rules.base import MaskSpec, check_spec
 from keras_headmask.rules.evaluation import checked_or_default_offset
 
 _CALLED = "hm.dot_product_attention(query, key, value, ...)"
+_LEAST_SOFT_CAP = float(np.finfo("float32").tiny)
 
 
 # This file is imported when the function is first used. The function itself cannot change Keras:
@@ -165,3 +168,32 @@ def _check_operands(**operands: Tensor) -> None:
             f"The number of key heads must divide the number of query heads: {key_heads} does not "
             f"divide {heads}. Received: {received()}."
         )
+
+
+def checked_changes(
+    lengths: Sequence[int | None], bias: Any = None, soft_cap: Any = None, sinks: Any = None
+) -> Changes:
+    """The arguments of `hm.dot_product_attention`, checked; `lengths` are (B, H, T, S)."""
+    if sinks is not None:
+        sinks = masks.as_tensor(sinks)
+        dtype = keras.backend.standardize_dtype(sinks.dtype)
+        if "float" not in dtype or tuple(sinks.shape) != (lengths[1],):
+            raise ValueError(
+                f"`sinks` must be floats of shape ({lengths[1]},). Received: {dtype} of shape "
+                f"{tuple(sinks.shape)}."
+            )
+    return Changes(_checked_soft_cap(soft_cap), checked_bias(bias, "bias", *lengths), sinks)
+
+
+def _checked_soft_cap(soft_cap: Any) -> float | None:
+    if soft_cap is None:
+        return None
+    is_number = isinstance(soft_cap, numbers.Real) and not isinstance(soft_cap, bool)
+    if not is_number:
+        raise TypeError(f"`logits_soft_cap` must be a number. Received: {soft_cap!r}.")
+    if not (soft_cap >= _LEAST_SOFT_CAP and math.isfinite(soft_cap)):
+        raise ValueError(
+            f"`logits_soft_cap` must be at least {_LEAST_SOFT_CAP:.4g}, the smallest normal number "
+            f"of float32, and finite. Received: {soft_cap!r}."
+        )
+    return float(soft_cap)

@@ -6,7 +6,7 @@ from typing import Any
 
 import keras
 
-from keras_headmask.attention.head_groups import Part
+from keras_headmask.attention.request import Part
 from keras_headmask.attention.scopes import current_tuning
 from keras_headmask.rules.base import MaskSpec, check_heads, check_spec, whole_number
 from keras_headmask.rules.evaluation import Lengths, bind, check_inputs, checked_offset

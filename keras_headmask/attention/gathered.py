@@ -16,7 +16,7 @@ from keras import ops
 from keras_headmask import masks
 from keras_headmask.attention import planner
 from keras_headmask.attention.dense import capped, hidden_logit, with_sinks
-from keras_headmask.attention.head_groups import Part, folded, unfolded
+from keras_headmask.attention.request import Part, folded, unfolded
 from keras_headmask.attention.scopes import constant_when_compiled
 from keras_headmask.masks import Length, Mask, Tensor
 from keras_headmask.rules.algebra import is_local

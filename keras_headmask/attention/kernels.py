@@ -19,9 +19,15 @@ from keras_headmask._keras import in_vectorized_map, in_xla
 from keras_headmask.attention import dense as definition
 from keras_headmask.attention import fused as backends
 from keras_headmask.attention import gathered as tiles
-from keras_headmask.attention import head_groups, scopes
-from keras_headmask.attention.head_groups import Part
-from keras_headmask.attention.request import Request
+from keras_headmask.attention import scopes
+from keras_headmask.attention.request import (
+    Part,
+    Request,
+    by_group,
+    drawn_dropout,
+    mean_over_heads,
+    sharing_of,
+)
 from keras_headmask.masks import Mask, Tensor
 from keras_headmask.rules import evaluation
 from keras_headmask.rules.leaves import Full
@@ -49,7 +55,7 @@ def gathered(request: Request, part: Part) -> Result:
     def of_group(group: Part, *operands: Tensor) -> Tensor:
         return tiles.compute(group, tiles.plan_of(group, *sizes), *operands)
 
-    context = head_groups.by_group(of_group, part, *operands)
+    context = by_group(of_group, part, *operands)
     return ops.cast(context, request.value.dtype), None
 
 
@@ -91,7 +97,7 @@ def _for_tiles(request: Request, part: Part) -> tuple[Part, list[Tensor]]:
     is_double = keras.backend.standardize_dtype(request.query.dtype) == "float64"
     tensors += [] if changes.sinks is None else [changes.sinks]
     operands = [ops.cast(x, "float64" if is_double else "float32") for x in tensors]
-    dropout = head_groups.dropout(request.dropout, request.seed)
+    dropout = drawn_dropout(request.dropout, request.seed)
     return part._replace(soft_cap=changes.soft_cap, dropout=dropout), operands
 
 
@@ -157,7 +163,7 @@ def _is_worth_it(request: Request, part: Part, queries: int, keys: int, offset: 
     fewest = part.tuning.fewest_pairs * (16 if getattr(request.query, "is_cuda", False) else 1)
     if queries * keys < fewest:
         return False
-    share = head_groups.mean(part, lambda x: tiles.plan_of(x, queries, keys, offset).share)
+    share = mean_over_heads(part, lambda x: tiles.plan_of(x, queries, keys, offset).share)
     return share <= part.tuning.most_computed
 
 
@@ -193,4 +199,4 @@ def part_of_all(request: Request) -> Part:
         numbers = dataclasses.replace(numbers, most_logits=0)
     rule = _FULL if request.rule is None else request.rule
     rest = request.bound, request.scale, numbers
-    return Part(rule, heads, *rest, sharing=request.sharing)
+    return Part(rule, heads, *rest, sharing=sharing_of(request.query, request.key))

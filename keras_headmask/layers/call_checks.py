@@ -8,7 +8,7 @@ from typing import Any
 import keras
 
 from keras_headmask import masks
-from keras_headmask.attention.dense import checked_bias
+from keras_headmask.attention.request import checked_bias
 from keras_headmask.masks import Length, Tensor
 from keras_headmask.rules import evaluation
 from keras_headmask.rules.base import MaskSpec

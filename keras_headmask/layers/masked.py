@@ -9,9 +9,9 @@ from keras import ops
 
 from keras_headmask import _keras, masks
 from keras_headmask.attention import scopes
-from keras_headmask.attention.dense import Changes
 from keras_headmask.attention.kernels import attend
 from keras_headmask.attention.request import (
+    Changes,
     Request,
     all_that_restricts,
     bound_to,

@@ -5,10 +5,9 @@ from typing import Any, NamedTuple
 
 from keras import ops
 
-from keras_headmask.attention import gathered, head_groups, kernels, scopes
+from keras_headmask.attention import gathered, kernels, scopes
 from keras_headmask.attention.api import dot_product_attention
-from keras_headmask.attention.head_groups import Part
-from keras_headmask.attention.request import Request
+from keras_headmask.attention.request import Part, Request, mean_over_heads
 from keras_headmask.layers.masked import MaskedAttention
 from keras_headmask.masks import Tensor
 from keras_headmask.rules.base import MaskSpec, enough_heads, whole_number
@@ -117,7 +116,7 @@ def _explained(request: Request, part: Part) -> Explanation:
         from keras_headmask.attention.tensorflow.by_size import Limits
 
         if not Limits.of(part).hold_of(heads, batch, *sizes[:2]):
-            share = head_groups.mean(part, lambda x: gathered.plan_of(x, *sizes).share)
+            share = mean_over_heads(part, lambda x: gathered.plan_of(x, *sizes).share)
     elif kernel is kernels.gathered:
-        share = head_groups.mean(part, lambda x: gathered.plan_of(x, *sizes).share)
+        share = mean_over_heads(part, lambda x: gathered.plan_of(x, *sizes).share)
     return Explanation(kernel.__name__, kernels.FILES[kernel], share)

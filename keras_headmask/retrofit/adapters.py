@@ -15,7 +15,7 @@ from keras import ops
 
 from keras_headmask import _keras, masks
 from keras_headmask.attention import scopes
-from keras_headmask.attention.dense import Changes
+from keras_headmask.attention.request import Changes
 from keras_headmask.rules.base import MaskSpec
 from keras_headmask.rules.leaves import Window
 

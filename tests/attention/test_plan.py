@@ -9,7 +9,7 @@ import pytest
 from tiled_contract import at_once, attend, close, operands, tiles
 
 import keras_headmask as hm
-from keras_headmask.attention.head_groups import Part
+from keras_headmask.attention.request import Part
 from keras_headmask.attention.scopes import Tuning, tuned
 from keras_headmask.rules import evaluation
 

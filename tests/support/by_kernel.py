@@ -20,7 +20,7 @@ from tiled_contract import SCALE, at_once, tiles
 import keras_headmask as hm
 from keras_headmask import masks
 from keras_headmask.attention import fused, kernels
-from keras_headmask.attention.dense import checked_changes
+from keras_headmask.attention.api import checked_changes
 from keras_headmask.attention.kernels import part_of_all
 from keras_headmask.attention.request import Request, all_that_restricts
 from keras_headmask.attention.scopes import tuned

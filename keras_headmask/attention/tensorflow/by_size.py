@@ -10,8 +10,7 @@ from typing import Any, NamedTuple
 import tensorflow as tf
 
 from keras_headmask import _keras
-from keras_headmask.attention import head_groups
-from keras_headmask.attention.head_groups import Part
+from keras_headmask.attention.request import Part, by_rule
 from keras_headmask.attention.scopes import is_forward_only
 from keras_headmask.attention.tensorflow import loop
 from keras_headmask.attention.tensorflow.graph import on_gpu, one_function
@@ -160,7 +159,7 @@ def _found(part: Part, known: tuple) -> tuple[Tensor, Tensor, list[Plan]]:
     nothing = tf.zeros([0] * 4, dtype)
 
     def long_plans() -> list[Plan]:
-        return [planned(group, is_gpu) for group in head_groups.by_rule(part)]
+        return [planned(group, is_gpu) for group in by_rule(part)]
 
     if is_short is True:
         return *_short_mask(part, dtype), []

@@ -13,9 +13,8 @@ from typing import Any, NamedTuple
 import tensorflow as tf
 
 from keras_headmask import _keras
-from keras_headmask.attention import head_groups
 from keras_headmask.attention.dense import capped, with_sinks
-from keras_headmask.attention.head_groups import Part, folded, unfolded
+from keras_headmask.attention.request import Part, by_group, folded, unfolded
 from keras_headmask.attention.tensorflow.graph import (
     added,
     one_function,
@@ -37,7 +36,7 @@ def attend(part: Part, plans: Sequence[Plan], *operands: Tensor) -> Tensor:
     """
     part = part._replace(bound=_widened(part.bound))
     of_groups = iter(plans)
-    return head_groups.by_group(
+    return by_group(
         lambda group, *tensors: _attend_group(group, next(of_groups), *tensors), part, *operands
     )
 

@@ -5,8 +5,8 @@ from typing import NamedTuple
 
 import tensorflow as tf
 
-from keras_headmask.attention.head_groups import Part
 from keras_headmask.attention.planner import Arrays, across, bounds_of
+from keras_headmask.attention.request import Part
 from keras_headmask.masks import Length, Mask, Tensor, sizes
 from keras_headmask.rules.algebra import leaves_under_or
 from keras_headmask.rules.base import MaskSpec

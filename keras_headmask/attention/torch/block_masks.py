@@ -11,8 +11,8 @@ import torch
 from torch.nn.attention.flex_attention import BlockMask
 
 from keras_headmask.attention import planner
-from keras_headmask.attention.head_groups import Part
 from keras_headmask.attention.planner import Arrays, across
+from keras_headmask.attention.request import Part
 from keras_headmask.masks import Mask, Tensor
 from keras_headmask.rules.base import MaskSpec
 from keras_headmask.rules.evaluation import checked_answer

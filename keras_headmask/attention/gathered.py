@@ -70,7 +70,9 @@ def _planned(
     tile = local if all(is_local(rule, ()) for rule in rules) else wide
     rest = (queries, keys), (tile, block), offset, planner.NUMPY
     possible, certain = zip(*[planner.bounds_of(rule, {}, *rest) for rule in rules], strict=True)
-    is_met, is_all = np.logical_or.reduce(possible)[0], np.logical_and.reduce(certain)[0]
+    shape = 1, -(-queries // tile), -(-keys // block)
+    is_met = functools.reduce(np.logical_or, possible, np.zeros(shape, bool))[0]
+    is_all = functools.reduce(np.logical_and, certain, np.ones(shape, bool))[0]
     # A tile that may see nothing meets the first keys, all masked: gradients are 0, not lost.
     is_met[:, :1] |= ~is_met.any(1, keepdims=True)
     needs_mask, counts = (is_met & ~is_all).any(1), is_met.sum(1)

@@ -10,12 +10,11 @@ backend: `gathered.py` knows lengths and positions alone; `tensorflow/plan.py` a
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
-import keras
 import numpy as np
 
 from keras_headmask.masks import Length, Mask, Tensor
 from keras_headmask.rules import algebra
-from keras_headmask.rules.base import MaskSpec
+from keras_headmask.rules.base import MaskSpec, leaves
 from keras_headmask.rules.protocol import Bounds, Sides, Span
 
 # The mask inputs of each leaf that reads some: `Sides`, `(B or 1, L or 1)`, or a whole mask.
@@ -26,17 +25,16 @@ class Arrays(NamedTuple):
     """The functions of one array library that the planner needs beside operators and slices.
 
     Args:
-        starts: `(length, size)`: every `size`th position below `length`, `(n,)`.
+        starts: `(length, size, axis)`: every `size`th position below `length`, `(n, 1)` on the axis
+            of queries (0) and `(1, n)` on that of keys (1).
         at_most: The element-wise minimum.
         extremes: `(values, size, axis)`: the least and the greatest of every `size` values of
-            `(B, L)`, each put on the axis of queries (0) or keys (1) by `across`.
-        as_numbers: Booleans as integers.
+            `(B, L)`, or of booleans as integers, each put on its axis by `across`.
     """
 
-    starts: Callable[[Length, int], Tensor]
+    starts: Callable[[Length, int, int], Tensor]
     at_most: Callable[[Tensor, Length], Tensor]
     extremes: Callable[[Tensor, int, int], Sequence[Tensor]]
-    as_numbers: Callable[[Mask], Tensor]
 
 
 def across(values: Tensor, axis: int) -> Tensor:
@@ -56,7 +54,7 @@ def bounds_of(
     arrays: Arrays,
     flagged: Mapping[MaskSpec, tuple[str, Mask]] | None = None,
 ) -> Bounds:
-    """Bounds of what `rule` (no `PerHead`) allows in each block, `(B or 1, tiles, blocks)`.
+    """Bounds of what `rule` (no `PerHead`) allows, broadcastable to `(B, tiles, blocks)`.
 
     `lengths` counts queries and keys, `sizes` a tile and a block. A leaf that reads a whole mask
     may allow a pair anywhere. For a leaf in `flagged`, flags of that side are taken for the
@@ -68,37 +66,30 @@ def bounds_of(
             return None
         if flagged and leaf in flagged and flagged[leaf][0] == side:
             values = values != flagged[leaf][1]
-        if keras.backend.standardize_dtype(values.dtype) == "bool":
-            values = arrays.as_numbers(values)
         axis = 0 if side == "query" else 1
         return Span(*arrays.extremes(values, sizes[axis], axis))
 
+    read = {leaf: leaf_inputs[leaf] for leaf in leaves(rule) if leaf in leaf_inputs}
     spans = {
         leaf: {
             name: Sides(span(leaf, name, "query", sides.query), span(leaf, name, "key", sides.key))
             for name, sides in inputs.items()
         }
-        for leaf, inputs in leaf_inputs.items()
+        for leaf, inputs in read.items()
         if all(isinstance(value, Sides) for value in inputs.values())
     }
     tiles = algebra.tile_grid(*lengths, *sizes, query_offset, arrays.starts, arrays.at_most)
-    # (A mask is widened by one that is false: sizes would be more nodes of a graph.)
-    nowhere = (tiles.query_first != tiles.query_first) & (tiles.key_first != tiles.key_first)
-    possible, certain = (x | nowhere[None] for x in algebra.bounds(rule, tiles, spans))
-    return Bounds(possible, certain & possible)
+    return algebra.bounds(rule, tiles, spans)
 
 
 # --- By NumPy, before anything runs --------------------------------------------------------------
 
 
 def _extremes(values: np.ndarray, size: int, axis: int) -> list[np.ndarray]:
+    if values.dtype == bool:
+        values = values.astype(np.int32)
     starts = np.arange(0, values.shape[1], size)
     return [across(of.reduceat(values, starts, axis=1), axis) for of in (np.minimum, np.maximum)]
 
 
-NUMPY = Arrays(
-    starts=lambda length, size: np.arange(0, length, size),
-    at_most=np.minimum,
-    extremes=_extremes,
-    as_numbers=lambda mask: np.asarray(mask).astype(np.int32),
-)
+NUMPY = Arrays(algebra.starts, np.minimum, _extremes)

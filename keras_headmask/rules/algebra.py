@@ -384,8 +384,8 @@ def is_local(rule: MaskSpec, reads: tuple) -> bool:
     return bool(np.broadcast_to(possible, (1, _PARTS, _PARTS)).mean() <= 1 / 8)
 
 
-def _starts(length: Any, size: int) -> Any:
-    return np.arange(0, length, size)
+def starts(length: int, size: int, axis: int) -> np.ndarray:
+    return np.expand_dims(np.arange(0, length, size), 1 - axis)
 
 
 def tile_grid(
@@ -394,18 +394,18 @@ def tile_grid(
     tile_queries: int,
     tile_keys: int,
     query_offset: Any = 0,
-    starts: Callable[[Any, int], Any] = _starts,
+    starts: Callable[[Any, int, int], Any] = starts,
     at_most: Callable[[Any, Any], Any] = np.minimum,
 ) -> Tiles:
     """The tiles of a mask of `queries` x `keys`; the last of a row or column may be cut.
 
-    `starts(length, size)` gives every `size`th position, and `at_most` the lesser of two: by NumPy,
-    or by a backend for lengths that are tensors.
+    `starts(length, size, axis)` gives every `size`th position, on its axis, and `at_most` the
+    lesser of two: by NumPy, or by a backend for lengths that are tensors.
     """
-    rows, columns = starts(queries, tile_queries), starts(keys, tile_keys)
+    rows, columns = starts(queries, tile_queries, 0), starts(keys, tile_keys, 1)
     return Tiles(
-        (rows + query_offset)[:, None],
-        (at_most(rows + tile_queries, queries) - 1 + query_offset)[:, None],
-        columns[None],
-        at_most(columns + tile_keys, keys)[None] - 1,
+        rows + query_offset,
+        at_most(rows + tile_queries, queries) - 1 + query_offset,
+        columns,
+        at_most(columns + tile_keys, keys) - 1,
     )

@@ -55,9 +55,9 @@ def test_few_flags_open_no_block(name):
     rule = hm.Window(63, 0) | leaf
     bound = evaluation.bind(rule, {"ids": ids}, LENGTH, LENGTH, batch=1)
     plan = planned(Part(rule, (0,), bound, 1.0, Tuning()))
-    (count, tile), apart = plan.queries.shape, int(name == "queries")  # a tile more, of all keys
+    (count, _, tile, _), apart = plan.queries.shape, int(name == "queries")  # one more: of all keys
     assert count == LENGTH // tile + apart
-    assert (plan.counts[apart:] <= (63 + tile + 31) // 32).numpy().all()
+    assert (plan.sizes[apart:, 1] <= (63 + tile + 31) // 32 * 32).numpy().all()
 
 
 @pytest.mark.parametrize("joined", ["or", "both ways"])
@@ -80,8 +80,9 @@ def test_a_step_of_wide_tiles_holds_one():
     bound = evaluation.bind(hm.Window(after=0), None, length, length, batch=1)
     part = Part(hm.Window(after=0), tuple(range(64)), bound, 1.0, Tuning())
     plan = planned(part)
-    assert plan.fits[0] == 1
-    assert (plan.fits[1:] >= plan.fits[:-1]).numpy().all()
+    fits = plan.sizes[:, 0]
+    assert fits[0] == 1
+    assert (fits[1:] >= fits[:-1]).numpy().all()
 
 
 def test_a_graph_decides_by_sizes_as_python_does():

@@ -13,7 +13,7 @@ from keras_headmask import _keras
 from keras_headmask.attention.request import Part, by_rule
 from keras_headmask.attention.scopes import is_forward_only
 from keras_headmask.attention.tensorflow import loop
-from keras_headmask.attention.tensorflow.graph import on_gpu, one_function
+from keras_headmask.attention.tensorflow.graph import attended, hiding, on_gpu, one_function
 from keras_headmask.attention.tensorflow.plan import Plan, planned
 from keras_headmask.masks import Length, Tensor
 from keras_headmask.rules.evaluation import mask_of_all_heads
@@ -145,7 +145,7 @@ def _short_mask(part: Part, dtype: str) -> tuple[Tensor, Tensor]:
     sees_some = tf.reduce_any(mask, -1, keepdims=True)
     # (Grappler transposes before a cast, and of booleans oneDNN logs that it cannot.)
     alive = tf.where(sees_some, tf.ones([], dtype), tf.zeros([], dtype))
-    return loop.hiding(mask, sees_some, tf.as_dtype(dtype)), tf.transpose(alive, (0, 2, 1, 3))
+    return hiding(mask, sees_some, tf.as_dtype(dtype)), tf.transpose(alive, (0, 2, 1, 3))
 
 
 @one_function
@@ -183,7 +183,7 @@ def _empty(like: tf.TensorSpec | None) -> Tensor | None:
 def _attended_to_all(part: Part, shared: Shared, *operands: Tensor) -> Tensor:
     query, key, value, *sinks = operands
     heads_first = [tf.transpose(x, (0, 2, 1, 3)) for x in (query * part.scale, key, value)]
-    context = loop.attended(part, shared.mask, 0, *heads_first, *sinks)
+    context = attended(part, shared.mask, 0, *heads_first, *sinks)
     return tf.transpose(context, (0, 2, 1, 3)) * shared.alive
 
 

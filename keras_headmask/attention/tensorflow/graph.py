@@ -1,15 +1,49 @@
-"""Helpers for TensorFlow graphs: functions that layers share, and hand-written gradients."""
+"""What TensorFlow's kernels share: one product, functions in a graph, hand-written gradients."""
 
 import functools
+import math
 from collections.abc import Callable
 from typing import Any
 
 import tensorflow as tf
 
 from keras_headmask import _keras
+from keras_headmask.attention.dense import capped, with_sinks
+from keras_headmask.attention.request import Part, folded, unfolded
 from keras_headmask.attention.scopes import functions_of_export, is_forward_only
-from keras_headmask.masks import Tensor
+from keras_headmask.masks import Mask, Tensor
 from keras_headmask.rules.evaluation import Bound, put_together, taken_apart
+
+
+def attended(
+    part: Part, hides: Tensor, number: Any, rows: Tensor, keys: Tensor, values: Tensor, *sinks: Any
+) -> Tensor:
+    """The context of scaled `rows` `(m, H, b, D)`, for `keys` and `values` `(m, Hk, w, ...)`.
+
+    `hides` is added to the logits. `number` differs by call in a head group, for its dropout.
+    """
+    product = tf.matmul(folded(rows, part.sharing), keys, transpose_b=True)
+    logits = unfolded(product, part.sharing)
+    if part.soft_cap is not None:
+        logits = capped(logits, part.soft_cap)
+    logits += hides
+    if sinks:
+        logits = with_sinks(logits, sinks[0][:, None, None])
+    probabilities = tf.nn.softmax(logits)
+    probabilities = probabilities[..., :-1] if sinks else probabilities
+    if part.dropout is not None:
+        probabilities = part.dropout.of(probabilities, part, number)
+    return unfolded(tf.matmul(folded(probabilities, part.sharing), values), part.sharing)
+
+
+def hiding(allowed: Mask, alive: Mask, dtype: tf.DType) -> Tensor:
+    """-inf for what is hidden, to be added to logits; 0 for the rest and in rows without a key."""
+    # (-inf is an error where TensorFlow checks numbers.)
+    lowest = dtype.min / 2 if _keras.checks_numerics() else -math.inf
+    return tf.where(tf.equal(allowed, alive), tf.zeros([], dtype), tf.constant(lowest, dtype))
+
+
+# --- Functions that layers share ------------------------------------------------------------------
 
 
 def _kept(make: Callable[[], Callable], *key: Any) -> Callable:
@@ -70,6 +104,9 @@ def _function(compute: Callable, part: Any, names: tuple) -> Callable:
         return compute(part._replace(bound=bound, dropout=dropout), shared, *operands)
 
     return function
+
+
+# --- Gradients ------------------------------------------------------------------------------------
 
 
 def with_own_gradient(forward: Callable, backward: Callable, *operands: Tensor) -> Tensor:

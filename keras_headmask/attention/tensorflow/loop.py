@@ -6,17 +6,18 @@ as fit into the budget of logits. The backward pass computes the tiles again ins
 them, so peak memory grows with length x tile.
 """
 
-import math
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
+import numpy as np
 import tensorflow as tf
 
 from keras_headmask import _keras
-from keras_headmask.attention.dense import capped, with_sinks
-from keras_headmask.attention.request import Part, by_group, folded, unfolded
+from keras_headmask.attention.request import Part, by_group
 from keras_headmask.attention.tensorflow.graph import (
     added,
+    attended,
+    hiding,
     one_function,
     with_own_gradient,
     zeros_to_add_to,
@@ -81,7 +82,7 @@ def _attend_group(part: Part, plan: Plan, *operands: Tensor) -> Tensor:
                 tape.watch(of_step)
                 context, alive = _context(part, step, *of_step)
             # Fully masked rows add nothing, nor do those that nobody wants.
-            upstream_of_step = _where(alive & step.are_wanted, step.rows(upstream))
+            upstream_of_step = _where(alive & (step.queries >= 0), step.rows(upstream))
             # (Where a `ForwardAccumulator` derives a function, no other tape records.)
             gradient = tape.gradient if tf.executing_eagerly() else tf.gradients
             of_rows, *rest = gradient(context, of_step, upstream_of_step)
@@ -105,31 +106,6 @@ def _context(
     return attended(part, hides, step.first, rows * part.scale, keys, values, *sinks), alive
 
 
-def attended(
-    part: Part, hides: Tensor, number: Any, rows: Tensor, keys: Tensor, values: Tensor, *sinks: Any
-) -> Tensor:
-    """The context of scaled `rows` `(m, H, b, D)`, for `keys` and `values` `(m, Hk, w, ...)`.
-
-    `hides` is added to the logits. `number` differs by call in a head group, for its dropout.
-    """
-    product = tf.matmul(folded(rows, part.sharing), keys, transpose_b=True)
-    logits = capped(unfolded(product, part.sharing), part.soft_cap) + hides
-    if sinks:
-        logits = with_sinks(logits, sinks[0][:, None, None])
-    probabilities = tf.nn.softmax(logits)
-    probabilities = probabilities[..., :-1] if sinks else probabilities
-    if part.dropout is not None:
-        probabilities = part.dropout.of(probabilities, part, number)
-    return unfolded(tf.matmul(folded(probabilities, part.sharing), values), part.sharing)
-
-
-def hiding(allowed: Mask, alive: Mask, dtype: tf.DType) -> Tensor:
-    """-inf for what is hidden, to be added to logits; 0 for the rest and in rows without a key."""
-    # (-inf is an error where TensorFlow checks numbers.)
-    lowest = dtype.min / 2 if _keras.checks_numerics() else -math.inf
-    return tf.where(tf.equal(allowed, alive), tf.zeros([], dtype), tf.constant(lowest, dtype))
-
-
 def _where(kept: Mask, rows: Tensor) -> Tensor:
     return tf.where(kept, rows, tf.zeros_like(rows))
 
@@ -146,10 +122,8 @@ class _Steps:
         self.batch, self.keys, self.heads, _ = sizes(key)
         self.lengths = [sizes(x, "int64")[1] for x in (self.query, key)]
         # Each key is read by several tiles: as rows of one head, one head after the other.
-        self.of_keys = [
-            tf.reshape(_heads_first(x), [self.batch * self.heads * self.keys, x.shape[3]])
-            for x in (key, value)
-        ]
+        self.by_head = [_heads_first(x) for x in (key, value)]
+        self.of_keys = [tf.reshape(x, [-1, x.shape[3]]) for x in self.by_head]
 
     def keys_joined(self, sums: Tensor) -> Tensor:
         """`(B * h * S, size)` as `(B, S, h, size)`."""
@@ -168,10 +142,9 @@ class _Steps:
         )
 
         def body(i: Tensor, first: Tensor, results: tf.TensorArray, sums: list[Tensor]) -> tuple:
-            stop = first + self.plan.fits[first]
-            result, *sums = of_step(Step.of(self, first, stop), *sums)
-            rows = _heads_first(result)
-            rows = tf.reshape(rows, [tf.shape(rows)[0] * tf.shape(rows)[1], *shape])
+            step, stop = Step.of(self, first)
+            result, *sums = of_step(step, *sums)
+            rows = tf.reshape(_heads_first(result), [-1, *shape])
             return i + 1, stop, results.write(i, rows), sums
 
         start = tf.constant(0), tf.constant(0), results, list(sums)
@@ -184,41 +157,46 @@ class _Steps:
 class Step(NamedTuple):
     """One step of the loop: m tiles of b queries, and w keys for each tile.
 
-    `first` is the number of its first tile. `are_there` `(m, 1, 1, w)` is false for filler keys,
-    `are_wanted` `(m, 1, b, 1)` for filler queries. `at_keys` `(m, h, w)`: where the keys are.
-    `meets_all`: whether it is one tile that meets all keys of its example.
+    `first` is the number of its first tile. `queries` `(m, 1, b, 1)` is -1 for one whose result
+    nobody wants. `are_there` `(m, 1, 1, w)` is false for filler keys. `at_keys` `(m, h, w)`: where
+    the keys are. `meets_all`: whether it is one tile that meets all keys of its example.
     """
 
     steps: _Steps
     first: Tensor
+    queries: Tensor
     places: Places  # in the whole sequences
     are_there: Mask
-    are_wanted: Mask
     at_keys: Tensor
     meets_all: Tensor
 
     @classmethod
-    def of(cls, steps: _Steps, first: Tensor, stop: Tensor) -> "Step":
-        plan, block = steps.plan, steps.part.tuning.block
-        example = plan.examples[first:stop, None, None, None]
-        queries, blocks = plan.queries[first:stop, None, :, None], plan.blocks[first:stop]
-        blocks = blocks[:, : plan.counts[first], None]
-        keys = blocks * block + tf.range(block, dtype=tf.int64)
-        # (Beyond the last key there are fillers alone.)
-        keys = tf.reshape(keys, [tf.shape(keys)[0], tf.shape(keys)[1] * block])[:, : steps.keys]
-        meets_all = (stop - first == 1) & (tf.shape(keys)[1] == steps.keys)
+    def of(cls, steps: _Steps, first: Tensor) -> tuple["Step", Tensor]:
+        """The step that begins with tile `first`, and the first tile of the next one."""
+        plan, block, (of_queries, of_keys) = steps.plan, steps.part.tuning.block, steps.lengths
+        one, begin = tf.constant([1]), tf.stack([first])
+        of_step = tf.strided_slice(plan.sizes, begin, begin, one, shrink_axis_mask=1)
+        fits, width = tf.unstack(of_step, 2)
+        stop = first + fits
+        end = tf.stack([stop])
+
+        def of_tiles(tensor: Tensor) -> Tensor:
+            return tf.strided_slice(tensor, begin, end, one)
+
+        example, queries, blocks = map(of_tiles, (plan.examples, plan.queries, plan.blocks))
+        place = tf.range(tf.cast(width, tf.int64))
+        keys = tf.gather(blocks, place // block, axis=3) * block + place % block
+        meets_all = (fits == 1) & (width == steps.keys)
         if plan.columns is not None:
-            keys = tf.concat([keys, plan.columns[first:stop]], 1)
-            meets_all &= tf.shape(plan.columns)[1] == 0
-        of_queries, of_keys = steps.lengths
-        are_there = (keys >= 0) & (keys < of_keys)
-        keys, rows = tf.clip_by_value(keys, 0, of_keys - 1)[:, None, None], tf.maximum(queries, 0)
-        of_all = example * of_queries + rows, example * of_keys + keys
-        places = Places(example, rows, keys, of_all[0], of_all[1], tf.gather)
-        heads = tf.range(steps.heads, dtype=tf.int64)[:, None, None]
-        at_keys = tf.squeeze((example * steps.heads + heads) * of_keys + keys, 2)
-        are_there = are_there[:, None, None]
-        return cls(steps, first, places, are_there, queries >= 0, at_keys, meets_all)
+            keys = tf.concat([keys, of_tiles(plan.columns)], 3)
+            meets_all &= tf.shape(plan.columns)[3] == 0
+        there, rows = tf.clip_by_value(keys, 0, of_keys - 1), tf.maximum(queries, 0)
+        of_all = example * of_queries + rows, example * of_keys + there
+        places = Places(example, rows, there, *of_all, tf.gather)
+        heads = np.arange(steps.heads)[:, None, None]
+        at_keys = tf.squeeze((example * steps.heads + heads) * of_keys + there, 2)
+        step = cls(steps, first, queries, places, tf.equal(keys, there), at_keys, meets_all)
+        return step, stop
 
     def operands(self) -> list[Tensor]:
         """Queries, keys and values of the tiles, `(m, h, b or w, size)`, and the sinks."""
@@ -229,10 +207,9 @@ class Step(NamedTuple):
             return [tf.gather(x, self.at_keys) for x in self.steps.of_keys]
 
         def as_they_lie() -> list[Tensor]:  # not copied
-            start, count = self.at_keys[0, 0, 0], self.steps.heads * self.steps.keys
-            shape = [1, self.steps.heads, self.steps.keys]
-            parts = (tf.slice(x, [start, 0], [count, x.shape[1]]) for x in self.steps.of_keys)
-            return [tf.reshape(x, [*shape, x.shape[1]]) for x in parts]
+            example = tf.reshape(self.places.examples, [1])
+            one = tf.ones_like(example)
+            return [tf.strided_slice(x, example, example + one, one) for x in self.steps.by_head]
 
         if _keras.in_forward_mode(*self.steps.of_keys):
             return gathered()  # (it raises for a branch here)
@@ -241,7 +218,7 @@ class Step(NamedTuple):
     def rows(self, tensor: Tensor) -> Tensor:
         """The queries of the tiles, `(m, h, b, size)`, of `(B, T, h, size)`."""
         heads, size = tensor.shape[2:]
-        at = self.places.rows * heads + tf.range(heads, dtype=tf.int64)[:, None, None]
+        at = self.places.rows * heads + np.arange(heads)[:, None, None]
         return tf.gather(tf.reshape(tensor, [-1, size]), tf.squeeze(at, 3))
 
     def added(self, sums: Tensor, addend: Tensor) -> Tensor:

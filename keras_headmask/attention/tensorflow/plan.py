@@ -10,6 +10,7 @@ from keras_headmask.attention.request import Part
 from keras_headmask.masks import Length, Mask, Tensor, sizes
 from keras_headmask.rules.algebra import leaves_under_or
 from keras_headmask.rules.base import MaskSpec
+from keras_headmask.rules.graphs import made_once
 from keras_headmask.rules.protocol import Sides, Span, Tiles
 
 _MOST_LOGITS_ON_GPU = 2**26  # of a step: 256 MB. A GPU is idle between steps of some 20 kernels.
@@ -18,20 +19,19 @@ _MOST_LOGITS_ON_GPU = 2**26  # of a step: 256 MB. A GPU is idle between steps of
 class Plan(NamedTuple):
     """The tiles of all examples, N of b queries each; those that meet most key blocks come first.
 
-    `queries` `(N, b)`: their places in the sequence, -1 for one whose result nobody wants.
-    `examples` `(N,)`. `blocks` `(N, most)`: the numbers of the key blocks that a tile meets, -1
-    where it meets fewer; `counts` `(N + 1,)`: how many, and 0. `columns` `(N, F)`: single keys that
-    it looks at beside these blocks, -1 where there are fewer. `fits` `(N + 1,)`: how many tiles
-    from this one on are looked at together, which makes so many `steps`. `slots` `(B, T)`: where
-    the result of each query is, of N * b. `is_gpu`: what `on_gpu` gives.
+    `queries` `(N, 1, b, 1)`: their places in the sequence, -1 for one whose result nobody wants.
+    `examples` `(N, 1, 1, 1)`. `blocks` `(N, 1, 1, most)`: the numbers of the key blocks that a tile
+    meets, -1 where it meets fewer. `columns` `(N, 1, 1, F)`: single keys that it looks at beside
+    these blocks, -1 where there are fewer. `sizes` `(N + 1, 2)`: how many tiles from this one on
+    are looked at together, which makes so many `steps`, and how many keys its blocks have. `slots`
+    `(B, T)`: where the result of each query is, of N * b. `is_gpu`: what `on_gpu` gives.
     """
 
     queries: Tensor
     examples: Tensor
     blocks: Tensor
-    counts: Tensor
     columns: Tensor | None
-    fits: Tensor
+    sizes: Tensor
     steps: Tensor
     slots: Tensor
     is_gpu: Tensor | int
@@ -44,11 +44,13 @@ def planned(part: Part, is_gpu: Tensor | int = 0) -> Plan:
     """
     rule, bound, block = part.rule, part.bound, part.tuning.block
     batch, queries, keys = map(tf.convert_to_tensor, bound.sizes)
-    is_local = part.is_local(rule)
-    count = -(-queries // (part.tuning.local_tile if is_local else part.tuning.wide_tile))
-    tile = tf.maximum(-(-queries // tf.maximum(count, 1)), 1)  # as many in each
-    offset = tf.reduce_min(bound.query_positions)
-    lengths = tf.cast(queries, offset.dtype), tf.cast(keys, offset.dtype)
+    none, one = tf.constant(-1), tf.constant(1)  # (of each number a graph makes a node)
+    largest = part.tuning.local_tile if part.is_local(rule) else part.tuning.wide_tile
+    count = tf.maximum(-(-queries // largest), one)
+    tile = tf.maximum(-(-queries // count), one)  # as many in each
+    blocks = -(-keys // block)
+    offset = tf.reduce_min(bound.query_positions, 0)
+    lengths = _cast(queries, offset.dtype), _cast(keys, offset.dtype)
     flagged = _flagged(part, *lengths, offset)
     of_grid = lengths, (tf.cast(tile, offset.dtype), block), offset, _ARRAYS, flagged
     possible, _ = bounds_of(rule, bound.leaf_inputs, *of_grid)
@@ -56,49 +58,58 @@ def planned(part: Part, is_gpu: Tensor | int = 0) -> Plan:
         functools.reduce(tf.logical_or, of_side) if of_side else None
         for of_side in ([x for side, x in flagged.values() if side == y] for y in ("query", "key"))
     )
-    blocks = sizes(possible)[2]
-    possible = tf.broadcast_to(possible, [batch, count, blocks])
+    possible = tf.broadcast_to(tf.cast(possible, tf.int32), [batch, count, blocks])
     rows = tf.range(count * tile)
-    rows = tf.where(rows < queries, rows, -1)
+    rows = tf.where(rows < queries, rows, none)  # of any example, or (B, ...)
     if apart is not None:
-        rows = tf.where(tf.gather(apart, tf.maximum(rows, 0), axis=1), -1, rows)
+        rows = tf.where(tf.gather(apart, tf.maximum(rows, 0), axis=1), none, rows)
         apart = _places(apart)
         more = -(-tf.shape(apart)[1] // tile)
         apart = tf.pad(apart, [[0, 0], [0, more * tile - tf.shape(apart)[1]]], constant_values=-1)
         rows, count = tf.concat([rows, apart], 1), count + more
-        possible = tf.pad(possible, [[0, 0], [0, more], [0, 0]], constant_values=True)
-    rows = tf.reshape(tf.broadcast_to(rows, [batch, count * tile]), [batch * count, tile])
+        rows = tf.broadcast_to(rows, [batch, count * tile])
+        possible = tf.pad(possible, [[0, 0], [0, more], [0, 0]], constant_values=1)
     # What decides sizes and branches is int32, which TensorFlow computes on the host: a GPU is not
     # waited for. What is as large as tiles x keys is int64, which it computes there.
-    possible = tf.reshape(tf.cast(possible, tf.int32), [batch * count, blocks])
-    counts, order = tf.math.top_k(tf.reduce_sum(possible, 1), batch * count)
-    counts = tf.pad(counts, [[0, 1]])
-    rows, possible, examples = tf.gather(rows, order), tf.gather(possible, order), order // count
-    first = tf.math.top_k(possible, counts[0]).indices
-    first = tf.where(tf.range(counts[0]) < counts[:-1, None], first, -1)
-    columns, widths = None, counts * block
+    tiles = batch * count
+    possible = tf.reshape(possible, [tiles, blocks])
+    counts, order = tf.math.top_k(tf.reduce_sum(possible, 1), tiles)
+    possible, examples = tf.gather(possible, order), order // count
+    rows = tf.gather(tf.reshape(rows, [-1, tile]), order % count if apart is None else order)
+    padded = tf.pad(counts, [[0, 1]])
+    widths, most = tf.minimum(padded * block, keys), padded[0]
+    first = tf.math.top_k(possible, most).indices
+    first = tf.where(tf.range(most) < tf.expand_dims(counts, 1), first, none)
+    columns, all_widths = None, widths
     if of_keys is not None:
         of_keys = _places(of_keys)
         of_keys = tf.gather(tf.broadcast_to(of_keys, [batch, tf.shape(of_keys)[1]]), examples)
         is_met = tf.gather(possible, tf.maximum(of_keys, 0) // block, batch_dims=1)
-        columns = tf.cast(tf.where(is_met > 0, -1, of_keys), tf.int64)
-        widths += tf.shape(columns)[1]
+        columns = tf.cast(tf.where(is_met > 0, -1, of_keys), tf.int64)[:, None, None]
+        all_widths += tf.shape(columns)[3]
     # (One by one: 64 heads x 256 queries x 131,072 keys are 0 in 32 bits.)
-    most = tf.maximum(part.tuning.most_logits_of_a_step, is_gpu * _MOST_LOGITS_ON_GPU)
-    fits = tf.maximum(most // len(part.heads) // tile // tf.maximum(widths, 1), 1)
+    logits = tf.maximum(part.tuning.most_logits_of_a_step, is_gpu * _MOST_LOGITS_ON_GPU)
+    fits = tf.maximum(logits // len(part.heads) // tile // tf.maximum(all_widths, one), one)
     # Known before the loop, since `tape.jacobian` maps no array that grows.
     steps, _ = tf.while_loop(
-        lambda _, first: first < batch * count,
+        lambda _, first: first < tiles,
         lambda steps, first: (steps + 1, first + fits[first]),
         (tf.constant(0), tf.constant(0)),
     )
-    at = tf.where(rows >= 0)
-    place = tf.stack([tf.gather(examples, at[:, 0]), tf.gather_nd(rows, at)], 1)
-    slot = at[:, 0] * tf.cast(tile, tf.int64) + at[:, 1]
-    slots = tf.scatter_nd(tf.cast(place, tf.int64), slot, tf.cast([batch, queries], tf.int64))
-    rows, examples, first = (tf.cast(x, tf.int64) for x in (rows, examples, first))
-    steps = tf.maximum(steps, 1)  # (of no step the results have no shape)
-    return Plan(rows, examples, first, counts, columns, fits, steps, slots, is_gpu)
+    # Results in the order of examples and queries; those that nobody wants come last.
+    numbers = -(tf.expand_dims(examples, 1) * queries + rows)
+    numbers = tf.reshape(tf.where(rows < 0, tf.int32.min, numbers), [-1])
+    slots = tf.reshape(tf.math.top_k(numbers, batch * queries).indices, [batch, queries])
+    rows, examples, first = (
+        tf.cast(tf.reshape(x, shape), tf.int64)
+        for x, shape in (
+            (rows, [tiles, one, tile, one]),
+            (examples, [tiles, one, one, one]),
+            (first, [tiles, one, one, most]),
+        )
+    )
+    steps = tf.maximum(steps, one)  # (of no step the results have no shape)
+    return Plan(rows, examples, first, columns, tf.stack([fits, widths], 1), steps, slots, is_gpu)
 
 
 def _flagged(
@@ -142,18 +153,26 @@ def _places(is_flagged: Mask) -> Tensor:
     return tf.where(tf.range(most) < counts, tf.math.top_k(numbers, most).indices, -1)
 
 
+@made_once
+def _cast(length: Tensor, dtype: tf.DType) -> Tensor:
+    return tf.cast(length, dtype)
+
+
+@made_once
+def _starts(length: Tensor, size: Length, axis: int) -> Tensor:
+    return tf.expand_dims(tf.range(0, length, size), 1 - axis)
+
+
+@made_once
 def _extremes(values: Tensor, size: Length, axis: int) -> list[Tensor]:
+    if values.dtype == tf.bool:
+        values = tf.cast(values, tf.int32)
     length = sizes(values, "int64")[1]
     # (The last value once more as often as the last block is short.)
-    places = tf.minimum(tf.range((length + size - 1) // size * size), length - 1)
+    places = tf.minimum(tf.range(-(-length // size) * size), length - 1)
     places = tf.reshape(places, [-1, 1, size] if axis == 0 else [1, -1, size])
     blocks = tf.gather(values, places, axis=1)
     return [tf.reduce_min(blocks, 3), tf.reduce_max(blocks, 3)]
 
 
-_ARRAYS = Arrays(
-    starts=lambda length, size: tf.range(0, length, size),
-    at_most=tf.minimum,
-    extremes=_extremes,
-    as_numbers=lambda mask: tf.cast(mask, tf.int32),
-)
+_ARRAYS = Arrays(_starts, tf.minimum, _extremes)

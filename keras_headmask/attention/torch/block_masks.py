@@ -36,14 +36,17 @@ def block_mask(
     numbered = {head: number for number, (_, heads) in enumerate(groups) for head in heads}
     group_of = [numbered[head] for head in range(len(part.heads))]
 
+    every = torch.zeros([-(-n // part.tuning.block) for n in (queries, keys)], device=where)
+
     def stacked_groups(of_groups: tuple[Mask, ...]) -> Mask:
         """`(B or 1, H or 1, tiles, blocks)` of what is known of each group."""
-        stacked = torch.stack(torch.broadcast_tensors(*of_groups), 1)
+        stacked = torch.stack(torch.broadcast_tensors(*of_groups, every[None])[:-1], 1)
         if len(groups) == 1:
             return stacked
         return stacked[:, torch.tensor(group_of, device=where)]
 
     possible, certain = map(stacked_groups, zip(*bounds, strict=True))
+    certain = certain & possible
     return BlockMask.from_kv_blocks(
         *_ordered(possible & ~certain),
         *_ordered(certain),
@@ -57,15 +60,16 @@ def block_mask(
 
 
 def _arrays(device: Any) -> Arrays:
-    return Arrays(
-        starts=lambda length, size: torch.arange(0, length, size, dtype=torch.int32, device=device),
-        at_most=lambda tensor, most: torch.clamp(tensor, max=most),
-        extremes=_extremes,
-        as_numbers=lambda mask: mask.to(torch.int32),
-    )
+    def starts(length: int, size: int, axis: int) -> Tensor:
+        numbers = torch.arange(0, length, size, dtype=torch.int32, device=device)
+        return numbers.unsqueeze(1 - axis)
+
+    return Arrays(starts, lambda tensor, most: torch.clamp(tensor, max=most), _extremes)
 
 
 def _extremes(values: Tensor, size: int, axis: int) -> tuple[Tensor, Tensor]:
+    if values.dtype == torch.bool:
+        values = values.to(torch.int32)
     length = values.shape[1]
     count = -(-length // size)
     # (The last value once more as often as the last block is short: no case apart to compile.)

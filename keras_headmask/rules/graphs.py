@@ -41,8 +41,7 @@ OPERANDS = "`query` (B, T, H, D), `key` (B, S, Hk, D) and `value` (B, S, Hk, Dv)
 def once(make: Callable[[], T], *key: Any) -> T:
     """`make()`, or its result for an equal `key` earlier in this graph.
 
-    A key holds values and tensors. Two tensors are equal if the same pure operations compute them
-    from the same tensors.
+    A key holds values and tensors; a tensor is equal to itself alone.
     """
     if keras.backend.backend() != "tensorflow":
         return make()
@@ -84,8 +83,7 @@ def _named(value: Any) -> Any:
     if tf.is_tensor(value):
         if not isinstance(value, tf.Tensor):
             raise TypeError("A variable may have another value in the next layer.")
-        # (`ref()` holds a tensor: once it is gone, another may have its `id`.)
-        return value.ref() if hasattr(value, "numpy") else _tensor_key(value, _DEEPEST)
+        return value.ref()  # (holds it: once it is gone, another may have its `id`)
     if isinstance(value, Mapping):
         return tuple((k, _named(v)) for k, v in value.items())
     if isinstance(value, (tuple, list)):
@@ -93,16 +91,28 @@ def _named(value: Any) -> Any:
     return type(value).__name__, value
 
 
-def _tensor_key(tensor: Any, deepest: int) -> tuple[int, str, int]:
-    """The graph of `tensor`, the first operation there that computes it, and which of its results.
+def first_equal(mask: Tensor) -> Tensor:
+    """The first tensor of a graph that the same pure operations compute from the same tensors.
 
-    The graph belongs to the key: it may enclose the one that is traced, and the two may use equal
-    names for different operations.
+    For masks beside the rule: each block of KerasHub makes its own of one padding mask, and nobody
+    but the graph knows that they are equal.
     """
+    if keras.backend.backend() != "tensorflow":
+        return mask
+    import tensorflow as tf
+
+    if not isinstance(mask, tf.Tensor) or hasattr(mask, "numpy"):
+        return mask
+    name, number = _first_operation(mask, _DEEPEST)
+    return mask.graph.get_operation_by_name(name).outputs[number]
+
+
+def _first_operation(tensor: Any, deepest: int) -> tuple[str, int]:
+    """The first operation in the graph of `tensor` that computes it, and which of its results."""
     op, names = tensor.op, _held(tensor.graph, "headmask_names")
     if op.name not in names:
         names[op.name] = names.setdefault(_computed(op, deepest), op.name)
-    return id(tensor.graph), names[op.name], tensor.value_index
+    return names[op.name], tensor.value_index
 
 
 def _computed(op: Any, deepest: int) -> Any:
@@ -112,7 +122,7 @@ def _computed(op: Any, deepest: int) -> Any:
         return "itself", op.name
     attrs = op.node_def.attr
     how = tuple((k, attrs[k].SerializeToString(deterministic=True)) for k in sorted(attrs))
-    return op.type, how, op.device, *(_tensor_key(x, deepest - 1) for x in op.inputs)
+    return op.type, how, op.device, *(_first_operation(x, deepest - 1) for x in op.inputs)
 
 
 # --- Sizes that are known at the run --------------------------------------------------------------

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import keras_headmask as hm
-from keras_headmask.rules.graphs import once
+from keras_headmask.rules.graphs import first_equal, once
 
 pytestmark = pytest.mark.tensorflow
 
@@ -16,7 +16,7 @@ pytestmark = pytest.mark.tensorflow
 def numbers_of(*keys):
     """For each key a number: the same where what is made is."""
     count = itertools.count()
-    return [once(lambda: next(count), key) for key in keys]
+    return [once(lambda: next(count), first_equal(key)) for key in keys]
 
 
 def traced(function, *specs):

@@ -65,7 +65,7 @@ def folder(module):
 # The most lines of each folder. A number may be lowered; a commit that raises one says what could
 # not be deleted instead.
 MOST_LINES = {
-    "attention": 2_690,
+    "attention": 2_700,
     "rules": 3_140,
     "retrofit": 3_220,
     "heads": 1_300,

@@ -33,7 +33,7 @@ def entered(call):
 # The most files. A number may be lowered; a commit that raises one says what it could not avoid.
 MOST = {
     "apply_head_masks": 12,
-    "a masked call": 18,
+    "a masked call": 16,
     "attention_probabilities": 18,
     "export_saved_model": 23,
 }

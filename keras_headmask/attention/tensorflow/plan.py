@@ -50,7 +50,7 @@ def planned(part: Part, is_gpu: Tensor | int = 0) -> Plan:
     tile = tf.maximum(-(-queries // count), one)  # as many in each
     blocks = -(-keys // block)
     offset = tf.reduce_min(bound.query_positions, 0)
-    lengths = _cast(queries, offset.dtype), _cast(keys, offset.dtype)
+    lengths = tf.cast(queries, offset.dtype), tf.cast(keys, offset.dtype)
     flagged = _flagged(part, *lengths, offset)
     of_grid = lengths, (tf.cast(tile, offset.dtype), block), offset, _ARRAYS, flagged
     possible, _ = bounds_of(rule, bound.leaf_inputs, *of_grid)
@@ -72,20 +72,22 @@ def planned(part: Part, is_gpu: Tensor | int = 0) -> Plan:
     # What decides sizes and branches is int32, which TensorFlow computes on the host: a GPU is not
     # waited for. What is as large as tiles x keys is int64, which it computes there.
     tiles = batch * count
-    possible = tf.reshape(possible, [tiles, blocks])
-    counts, order = tf.math.top_k(tf.reduce_sum(possible, 1), tiles)
-    possible, examples = tf.gather(possible, order), order // count
-    rows = tf.gather(tf.reshape(rows, [-1, tile]), order % count if apart is None else order)
+    possible = tf.reshape(possible, [tiles, one, one, blocks])
+    counts, order = tf.math.top_k(tf.reduce_sum(possible, [1, 2, 3]), tiles)
+    possible, examples = tf.gather(possible, order), tf.reshape(order // count, [-1, 1, 1, 1])
+    rows = tf.reshape(rows, [-1, one, tile, one])
+    rows = tf.gather(rows, order % count if apart is None else order)
     padded = tf.pad(counts, [[0, 1]])
     widths, most = tf.minimum(padded * block, keys), padded[0]
     first = tf.math.top_k(possible, most).indices
-    first = tf.where(tf.range(most) < tf.expand_dims(counts, 1), first, none)
+    first = tf.where(tf.range(most) < tf.reshape(counts, [-1, 1, 1, 1]), first, none)
     columns, all_widths = None, widths
     if of_keys is not None:
-        of_keys = _places(of_keys)
-        of_keys = tf.gather(tf.broadcast_to(of_keys, [batch, tf.shape(of_keys)[1]]), examples)
-        is_met = tf.gather(possible, tf.maximum(of_keys, 0) // block, batch_dims=1)
-        columns = tf.cast(tf.where(is_met > 0, -1, of_keys), tf.int64)[:, None, None]
+        of_keys = _places(of_keys)[:, None, None]
+        shape = [batch, one, one, tf.shape(of_keys)[3]]
+        of_keys = tf.gather(tf.broadcast_to(of_keys, shape), examples[:, 0, 0, 0])
+        is_met = tf.gather(possible, tf.maximum(of_keys, 0) // block, batch_dims=3)
+        columns = tf.cast(tf.where(is_met > 0, -1, of_keys), tf.int64)
         all_widths += tf.shape(columns)[3]
     # (One by one: 64 heads x 256 queries x 131,072 keys are 0 in 32 bits.)
     logits = tf.maximum(part.tuning.most_logits_of_a_step, is_gpu * _MOST_LOGITS_ON_GPU)
@@ -96,19 +98,12 @@ def planned(part: Part, is_gpu: Tensor | int = 0) -> Plan:
         lambda steps, first: (steps + 1, first + fits[first]),
         (tf.constant(0), tf.constant(0)),
     )
-    # Results in the order of examples and queries; those that nobody wants come last.
-    numbers = -(tf.expand_dims(examples, 1) * queries + rows)
-    numbers = tf.reshape(tf.where(rows < 0, tf.int32.min, numbers), [-1])
-    slots = tf.reshape(tf.math.top_k(numbers, batch * queries).indices, [batch, queries])
-    rows, examples, first = (
-        tf.cast(tf.reshape(x, shape), tf.int64)
-        for x, shape in (
-            (rows, [tiles, one, tile, one]),
-            (examples, [tiles, one, one, one]),
-            (first, [tiles, one, one, most]),
-        )
-    )
     steps = tf.maximum(steps, one)  # (of no step the results have no shape)
+    # Results in the order of examples and queries; those that nobody wants come last.
+    numbers = tf.where(rows < 0, tf.int32.min, -(examples * queries + rows))
+    slots = tf.math.top_k(tf.reshape(numbers, [-1]), batch * queries).indices
+    slots = tf.reshape(slots, [batch, queries])
+    rows, examples, first = (tf.cast(x, tf.int64) for x in (rows, examples, first))
     return Plan(rows, examples, first, columns, tf.stack([fits, widths], 1), steps, slots, is_gpu)
 
 
@@ -154,16 +149,6 @@ def _places(is_flagged: Mask) -> Tensor:
 
 
 @made_once
-def _cast(length: Tensor, dtype: tf.DType) -> Tensor:
-    return tf.cast(length, dtype)
-
-
-@made_once
-def _starts(length: Tensor, size: Length, axis: int) -> Tensor:
-    return tf.expand_dims(tf.range(0, length, size), 1 - axis)
-
-
-@made_once
 def _extremes(values: Tensor, size: Length, axis: int) -> list[Tensor]:
     if values.dtype == tf.bool:
         values = tf.cast(values, tf.int32)
@@ -175,4 +160,8 @@ def _extremes(values: Tensor, size: Length, axis: int) -> list[Tensor]:
     return [tf.reduce_min(blocks, 3), tf.reduce_max(blocks, 3)]
 
 
-_ARRAYS = Arrays(_starts, tf.minimum, _extremes)
+_ARRAYS = Arrays(
+    lambda length, size, axis: tf.expand_dims(tf.range(0, length, size), 1 - axis),
+    tf.minimum,
+    _extremes,
+)

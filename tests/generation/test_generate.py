@@ -207,15 +207,17 @@ class Compares(keras_hub.samplers.GreedySampler):
 
 
 @pytest.mark.parametrize("name", ["GPT-2", "Llama", "Gemma 2", "Falcon"])  # (of each hook)
-def test_a_step_is_a_row_of_the_whole_forward(name):
-    """Heads in groups of the order 0, 3, 1, 2, which is no inverse of itself."""
+def test_a_step_is_a_row_of_the_whole_forward(name, tmp_path):
+    """Of a file, too; heads in groups of the order 0, 3, 1, 2, which is no inverse of itself."""
     of_first, of_second = hm.Window(1, 0), hm.SameSentence(END)
     rule = hm.PerHead({0: of_first, 1: of_second, 2: hm.Nothing(), 3: of_first})
     stock = causal_lm(num_layers=1) if name == "GPT-2" else decoder(name, num_layers=1)
     masked = hm.apply_head_masks(stock, rule)
-    masked.compile(sampler=Compares(masked), run_eagerly=True)
+    masked.save(tmp_path / "task.keras")
+    again = keras.saving.load_model(tmp_path / "task.keras", compile=False)
+    again.compile(sampler=Compares(masked), run_eagerly=True)
     given = (np.arange(5) < [[2], [3]]).astype("int32")
-    masked.generate({"token_ids": PROMPT[:, :5], "padding_mask": given}, stop_token_ids=None)
+    again.generate({"token_ids": PROMPT[:, :5], "padding_mask": given}, stop_token_ids=None)
 
 
 @pytest.mark.parametrize("name", ["GPT-2", "Llama"])

@@ -232,8 +232,12 @@ def test_an_edited_file_never_loads_without_its_rule(case):
 # --- Training in other ways -----------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("dtype_policy", ["mixed_bfloat16", "float64"], indirect=True)
-def test_other_dtypes(dtype_policy):
+# (JAX has no products in float16 on a CPU.)
+POLICIES = ["mixed_bfloat16", "float64", *(["mixed_float16"] if BACKEND != "jax" else [])]
+
+
+@pytest.mark.parametrize("dtype_policy", POLICIES, indirect=True)
+def test_other_dtypes(dtype_policy, tmp_path):
     stock = one_layer()
     full = hm.apply_head_masks(stock, hm.Full())
     np.testing.assert_array_equal(numpy(full(TOKENS)), numpy(stock(TOKENS)))
@@ -241,6 +245,15 @@ def test_other_dtypes(dtype_policy):
     masked = hm.apply_head_masks(stock, hm.SameSegment("parts"), add_inputs=True)
     parts = np.array([[256, 256, 256, 257, 257, 257, 257]] * 2, "int32")
     assert leak(masked, {"parts": parts}) == 0 < leak(stock)
+    given, before = [TOKENS, parts], masked.get_weights()
+    masked.compile("sgd", "mse", run_eagerly=True)
+    masked.fit(given, np.ones((2, 7, 8), "float32"), verbose=0)
+    moved = [abs(a - b).sum() for a, b in zip(masked.get_weights(), before, strict=True)]
+    assert 0 < sum(moved) < np.inf
+    masked.save(tmp_path / "model.keras")
+    again = keras.saving.load_model(tmp_path / "model.keras")
+    assert again.get_layer("attention").dtype_policy.name == dtype_policy
+    np.testing.assert_array_equal(numpy(again(given)), numpy(masked(given)))
 
 
 def test_compiled_by_xla():
@@ -300,8 +313,9 @@ def test_a_rule_that_no_layer_used():
     masked = apply(keras.Model(x, Sometimes(4, 3, name="s")(x, x)), CHUNK)
     masked(given)
     Sometimes.bypass = True
-    with pytest.raises(RuntimeError, match=r"attention layer 's' was not used in this call"):
-        masked(given)
+    for call in (masked, lambda x: masked.predict(x, verbose=0)):
+        with pytest.raises(RuntimeError, match=r"attention layer 's' was not used in this call"):
+            call(given)
 
 
 def test_time_distributed_runs_a_masked_model_on_each_text():

@@ -132,6 +132,14 @@ def test_a_rule_in_one_layer_alone(family, monkeypatch):
     check(outputs(hm.apply_head_masks(stock, RULE, layers=0)), wanted)
 
 
+@each(next(x for x in FAMILIES if x.name == "Falcon"))  # whose own code takes them one by one
+def test_rules_of_a_model_and_of_one_inside_are_joined(family):
+    stock, masked = models(family)
+    around, more = keras.Model(masked.input, masked(masked.input)), hm.Window(before=1)
+    both = hm.apply_head_masks(around, more, existing="and")
+    check(outputs(both), outputs(hm.apply_head_masks(stock, RULE & more)))
+
+
 @pytest.mark.long
 def test_the_encoder_of_t5gemma_2_obeys(monkeypatch):
     """Its decoder is refused (see `decoders.REFUSED`) and stays as it is."""

@@ -321,5 +321,8 @@ def test_a_rule_from_around_adds_and_replaces_nothing(tmp_path):
         assert list(hm.mask_specs(model).values()) == [CHUNK & hm.Window(1, 1)]
         np.testing.assert_array_equal(numpy(model(TOKENS)), numpy(both(TOKENS)))
     assert leak(both, rows=slice(2, 3), position=0) == 0 < leak(outer, rows=slice(2, 3), position=0)
+    np.testing.assert_array_equal(
+        numpy(hm.unmasked(both)(TOKENS)), numpy(hm.unmasked(inner)(TOKENS))
+    )
     with pytest.raises(ValueError, match=r"rule of the model 'functional\w*' around\. Give this"):
         apply(next(x for x in both.layers if attention(x)), CHUNK, existing="replace", copy=False)

@@ -124,6 +124,7 @@ MAY_ATTEND = {
     "layers": (by_layers, "softmax"),
     "an activation, then a product": (by_activation, "softmax"),
     "exp": (by_exp, "exp"),
+    "log_softmax": (lambda x: ops.log_softmax(x @ swapped(x)) @ x, "log_softmax"),
     "a nested model": (in_a_nested_model, "nested/softmax"),
     "Keras' operation": (functools.partial(split, sdpa), "dot_product_attention"),
     "our operation": (functools.partial(split, hm.dot_product_attention), "softmax"),
@@ -164,9 +165,8 @@ def test_a_layer_may_have_the_name_of_its_model():
     assert hm.mask_specs(hm.apply_head_masks(model, CHUNK)) == {"same": CHUNK}
 
 
-@registered
 class Trainer(keras.Model):
-    """A functional model of a class whose code trains it."""
+    """A functional model of a class whose code trains it; Keras knows no name of it."""
 
     def train_step(self, data):
         return {}

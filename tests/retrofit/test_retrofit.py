@@ -1,5 +1,6 @@
 """`apply_head_masks`: what a rule does to a model that exists."""
 
+import dataclasses
 import functools
 import warnings
 
@@ -20,6 +21,7 @@ from small_models import (
     of_ids,
     of_vectors,
     one_layer,
+    stack,
 )
 from tiled_contract import ALWAYS
 from tolerance import assert_close
@@ -223,6 +225,18 @@ def test_a_subclass_that_computes_attention_itself_is_refused(stock, sizes, name
     hm.apply_head_masks(model, hm.Full(), copy=False)
 
 
+def test_rules_that_look_alike_do_not_share_what_is_prepared():
+    @hm.register_spec("test_retrofit_ends")
+    @dataclasses.dataclass(frozen=True, repr=False)
+    class Ends(hm.SameSentence):
+        def __repr__(self):
+            return "Ends()"
+
+    masked = [apply(stack(2), {"0": x(9), "1": x(4)}) for x in (Ends, hm.SameSentence)]
+    masked[1].set_weights(masked[0].get_weights())
+    np.testing.assert_array_equal(*(numpy(model(TOKENS)) for model in masked))
+
+
 # --- Layers that have a rule ----------------------------------------------------------------------
 
 
@@ -257,6 +271,8 @@ def test_and_or_replace_a_rule(make, existing, tmp_path):
         masked.save(tmp_path / "model.keras")
         again = keras.saving.load_model(tmp_path / "model.keras")
         np.testing.assert_array_equal(numpy(again(TOKENS)), numpy(masked(TOKENS)))
+        more = hm.apply_head_masks(masked, hm.Full(), existing="and")
+        assert list(hm.mask_specs(more).values()) == [wanted & hm.Full()]
         if copy:  # and the one before is as it was
             assert_close(numpy(before(TOKENS)), was, depth=2)
 
@@ -270,3 +286,15 @@ def test_cross_attention_under_a_rule_counts_from_0_without_a_warning(tmp_path):
     with warnings.catch_warnings(action="error", category=UserWarning):
         for one in (masked, keras.saving.load_model(tmp_path / "model.keras")):
             one(given)
+
+
+def test_fewer_queries_than_keys_stand_where_the_call_says():
+    """A layer of ours says it; that of Keras cannot."""
+    x, given = keras.Input((None, 8)), normal(2, 7, 8)
+    ours = MULTI_HEAD.layer(2, 4, name="ours")
+    model = keras.Model(x, [ours(x), ours(x[:, 5:], x, query_offset=5)])
+    whole, last = hm.apply_head_masks(model, CHUNK, layers="ours")(given)
+    assert_close(numpy(last), numpy(whole)[:, 5:])
+    stock = keras.Model(x, layers.MultiHeadAttention(2, 4, name="self")(x[:, 5:], x))
+    with pytest.warns(UserWarning, match=r"positions 0 to 1\..*`query_offset=5`"):
+        hm.apply_head_masks(stock, CHUNK, layers="self")(given)

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from contract import by_hand, normal, numpy
 from keras import layers
+from keras_versions import takes_unread_inputs
 from oracle import mask as mask_by_loops
 from small_models import CHUNK, PARTS, of_vectors
 from tolerance import assert_close
@@ -89,12 +90,18 @@ def test_a_number_as_a_key_may_mean_a_head(decoder, key):
         hm.apply_head_masks(decoder, {key: CHUNK})
 
 
-def test_cross_attention_reads_a_pair(decoder):
-    rule = hm.SameSegment("ids") & hm.KeyFlag("open")
-    masked = hm.apply_head_masks(decoder, rule, layers="looks", add_inputs=True)
-    assert [x.name for x in masked.inputs] == ["q", "v", "key_ids", "open", "query_ids"]
+@pytest.mark.parametrize(
+    "sides", [("query", "key"), pytest.param(("decoder", "encoder"), marks=takes_unread_inputs)]
+)
+def test_cross_attention_reads_a_pair(decoder, sides):
+    """Of new inputs, or of those that the model has, as KerasHub's encoders with decoders."""
+    rule, names = hm.SameSegment("ids") & hm.KeyFlag("open"), [f"{side}_ids" for side in sides]
+    own = [keras.Input((None,), dtype="int32", name=x) for x in names if sides[0] == "decoder"]
+    model = keras.Model([*decoder.inputs, *own], decoder.output)
+    masked = hm.apply_head_masks(model, rule, layers="looks", add_inputs=True)
+    assert {x.name for x in masked.inputs} == {"q", "v", "open", *names}
     given = {"q": normal(2, 7, 8), "v": normal(2, 5, 8, seed=1)}
-    ids = {"query_ids": PARTS, "key_ids": PARTS[:, 1:6], "open": np.array([[1, 1, 0, 1, 1]] * 2)}
+    ids = {names[0]: PARTS, names[1]: PARTS[:, 1:6], "open": np.array([[1, 1, 0, 1, 1]] * 2)}
     got = numpy(masked(given | ids))
     first, over, last = (decoder.get_layer(name) for name in ("first", "looks_over", "last"))
     x = by_hand(first, given["q"])[0]

@@ -30,6 +30,8 @@ _GEMMA_4 = _GEMMA_3 | {
     "num_layers": 3,
     "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
     "num_kv_shared_layers": 1,  # the last reads the keys of the first
+    "global_head_dim": 32,  # of the second, which does not slide
+    "num_global_key_value_heads": 1,
     "hidden_size_per_layer_input": 4,
 }
 _SMOLLM_3 = _TEXT | {

@@ -363,23 +363,24 @@ unpickle_model = Functional._unpickle_model
 # --- Functions of Keras that are replaced, each when the first object needs it --------------------
 
 
-def around_exports(scopes: Mapping[str, Callable[[], AbstractContextManager]]) -> None:
-    """Let `model.export` run in a scope, by the name of Keras' function for the format.
+# What `clone_model` calls, with the caller's function for layers.
+CLONES = "_clone_functional_model", "_clone_sequential_model"
 
-    A model looks these functions up by name whenever it is exported, and says nowhere what for.
+
+def run_in_scopes(place: str, scopes: Mapping[str, Callable]) -> None:
+    """Let functions of a Keras module that take a model, by name, run in scopes made of it.
+
+    Keras looks up by name those that export a model or clone it, and says nowhere what for.
     """
-    export = find("keras.src.export")
+
+    def run(scope: Callable, usual: Callable, model: Any, *args: Any, **kwargs: Any) -> Any:
+        with scope(model):
+            return usual(model, *args, **kwargs)
+
+    module = find(place)
     for name, scope in scopes.items():
-        usual = getattr(export, name)
-
-        @functools.wraps(usual)
-        def in_scope(
-            *args: Any, usual: Callable = usual, scope: Callable = scope, **kwargs: Any
-        ) -> Any:
-            with scope():
-                return usual(*args, **kwargs)
-
-        setattr(export, name, in_scope)
+        usual = getattr(module, name)
+        setattr(module, name, functools.wraps(usual)(functools.partial(run, scope, usual)))
 
 
 # --- TensorFlow -----------------------------------------------------------------------------------

@@ -45,6 +45,7 @@ SEEN_BY = {
         ),
         "test_a_head_is_fitted_and_exported": "_default_save_signature",
         "test_a_model_inside_obeys_alone_if_it_gets_the_same_inputs": "taken_by_inputs",
+        "test_what_is_built_from_layers_inside_is_refused": "CLONES",
         "test_inputs_that_only_rules_read_come_and_go": "file_as REGISTERED_OBJS_TO_NAMES",
         "test_whole_models_in_hdf5_are_refused": "in_hdf5 global_state",
     },
@@ -79,7 +80,7 @@ SEEN_BY = {
         "test_a_graph_that_no_server_runs_is_refused": "XLA_MUST_COMPILE",
     },
     "export/test_export": {
-        "test_the_export_of_keras_obeys_and_holds_each_loop_once": "NOT_INLINED around_exports",
+        "test_the_export_of_keras_obeys_and_holds_each_loop_once": "NOT_INLINED run_in_scopes",
     },
 }
 SMOKE = ["tests/test_keras_internals.py", "tests/test_golden.py"]

@@ -168,11 +168,12 @@ def is_dense_scope() -> bool:
 def adapt_exports() -> None:
     """From now on, let `model.export` to a SavedModel hold the forward pass alone.
 
-    Keras traces the model three times for it. And let that to ONNX, OpenVINO and LiteRT run in
-    `dense_scope`.
+    Keras traces the model three times for it. Let that to other formats run in `dense_scope`.
     """
-    dense = dict.fromkeys(("export_onnx", "export_openvino", "export_litert"), dense_scope)
-    _keras.around_exports({"export_saved_model": forward_only, **dense})
+    formats = "export_onnx", "export_openvino", "export_litert"
+    dense = dict.fromkeys(formats, lambda _: dense_scope())
+    forward = {"export_saved_model": lambda _: forward_only()}
+    _keras.run_in_scopes("keras.src.export", forward | dense)
 
 
 # --- Who observes attention: an export, a lint, a picture or a trace replaces some methods --------

@@ -83,10 +83,9 @@ class InnerModel(Compiles, Part):
         state = vars(owner)[STATE]
         rules = [rule for layer in attention(self) for rule in rules_of(layer)]
         passed = state.passed_on.get(id(self), set())
-        if id(owner) in current_frame().tensors or scopes.are_rules_off():
-            return contextlib.nullcontext()
-        if not all(rule.owner is owner and passed.issuperset(rule.reads) for rule in rules):
-            return contextlib.nullcontext()  # then the attention inside raises
+        obeys = all(rule.owner is owner and passed.issuperset(rule.reads) for rule in rules)
+        if id(owner) in current_frame().tensors or scopes.are_rules_off() or not obeys:
+            return contextlib.nullcontext()  # (if it does not obey, the attention inside raises)
         given = tensors()
         return opened({owner: given if given is SHAPES else state.prepared(given)})
 
@@ -354,6 +353,7 @@ def _passed_on(graph: Any) -> dict[int, set[str]]:
 # --- Files ----------------------------------------------------------------------------------------
 
 _FORMAT = 1  # of the configs of masked models
+_FLAGS = "replaces", "is_cross"  # of a rule
 _WAY_OUT = "Was it edited, or saved with another version of its code? Save the masked model again."
 
 
@@ -364,10 +364,7 @@ def rules_config(rules: list[tuple[int, LayerRule]]) -> list[dict[str, Any]]:
         part: dict[str, Any] = {"spec": rule.spec.get_config()}
         if rule.sources:
             part["inputs"] = dict(rule.sources)
-        if rule.replaces:
-            part["replaces"] = True
-        if rule.is_cross:
-            part["is_cross"] = True
+        part |= {flag: True for flag in _FLAGS if getattr(rule, flag)}
         _, places = parts.setdefault(json.dumps(part, sort_keys=True), (part, []))
         places.append(place)
     return [{"layers": places} | part for part, places in parts.values()]
@@ -390,7 +387,7 @@ def rules_from_config(
         for layer in (attention[place] for place in places):
             spec, num_heads = MaskSpec.from_config(of_spec), adapted(layer).num_heads
             check_heads(spec, num_heads)
-            flags = {flag: part.get(flag, False) for flag in ("replaces", "is_cross")}
+            flags = {flag: part.get(flag, False) for flag in _FLAGS}
             yield layer, LayerRule(spec, num_heads, sources, **flags)
 
 
@@ -416,6 +413,14 @@ def stock_and_rules(config: Any, custom_objects: Any) -> tuple[Any, list[Any]]:
     model = keras.saving.deserialize_keras_object(of_stock, custom_objects=custom_objects)
     return model, list(of_rules)
 
+
+def _refuse_clone(model: Any) -> AbstractContextManager[Any]:
+    if isinstance(model, Compiles):
+        raise ValueError(ALONE.format(what="A clone was made", model=model.name))
+    return contextlib.nullcontext()
+
+
+_keras.run_in_scopes("keras.src.models.cloning", dict.fromkeys(_keras.CLONES, _refuse_clone))
 
 # The name under which masked models of any class are filed; known before the first one is made.
 keras.saving.register_keras_serializable(*_FILED_AS.split(">"))(MaskedModel)

@@ -90,7 +90,6 @@ def specs(leaves=leaves):
 
 
 any_specs = specs()
-positional_specs = specs(positional_leaves)
 
 
 def arrays(elements, shape, dtype):

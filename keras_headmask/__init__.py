@@ -160,11 +160,10 @@ def __dir__() -> list[str]:
 
 
 def register_all() -> None:
-    """Register every spec, layer and model that a file may name, and how notebooks show specs."""
+    """Register every layer and model that a file may name; specs are registered by now."""
     _require_keras()
     for module in ("layers.grouped_query", "layers.multi_head", "generation.causal_lm"):
         importlib.import_module(f"{__name__}.{module}")
-    importlib.import_module(f"{__name__}.look.notebook").install()
 
 
 def _require_keras() -> None:

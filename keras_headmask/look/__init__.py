@@ -1,1 +1,1 @@
-"""Rules and attention as text, as pictures and in notebooks."""
+"""Rules and attention as text and as pictures."""

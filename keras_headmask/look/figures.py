@@ -35,12 +35,10 @@ _WIDEST, _CELL, _LABEL, _LINE, _LETTER = 11, 0.28, 0.12, 0.17, 0.08
 class Picture(Figure):
     """A figure that a notebook shows as it is, with or without `%matplotlib inline`."""
 
-    def _repr_png_(self, dpi: int = 100) -> bytes:
+    def _repr_png_(self) -> bytes:
         file = io.BytesIO()
-        self.savefig(file, format="png", dpi=dpi)
+        self.savefig(file, format="png")
         return file.getvalue()
-
-    png = _repr_png_
 
 
 def figure_of(grid: Grid) -> Picture:

@@ -112,8 +112,8 @@ def test_arrows_run_one_way():
 # --- Private names -------------------------------------------------------------------------------
 
 PRIVATE = re.compile("_[A-Za-z][A-Za-z0-9_]*")  # neither `_` nor `__dunder__`
-# Of tuples with names, of IPython, of bytecode; of transformers' configs, which have no other.
-OF_OTHERS = {"_replace", "_repr_html_", "_LOAD_FAST", "_attn_implementation"}
+# Of tuples with names, of bytecode; of transformers' configs, which have no other.
+OF_OTHERS = {"_replace", "_LOAD_FAST", "_attn_implementation"}
 
 
 def private_names(module):

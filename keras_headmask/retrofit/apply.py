@@ -1,6 +1,5 @@
 """A mask for every head of a model people already have."""
 
-import json
 import pathlib
 import re
 import tempfile
@@ -32,7 +31,6 @@ from keras_headmask.retrofit.frame import (
     were_traced,
 )
 from keras_headmask.retrofit.masked_model import MaskedModel, drop_compiled, masked, unmask
-from keras_headmask.rules import config
 from keras_headmask.rules.base import MaskSpec, check_heads, merged_inputs, restricts
 from keras_headmask.rules.protocol import InputType
 from keras_headmask.rules.words import aligned, numbers_in_words
@@ -43,7 +41,7 @@ _WAYS = ("error", "and", "replace")
 
 def apply_head_masks(
     model: keras.Model,
-    mask_spec: MaskSpec | Mapping[Any, Any] | str,
+    mask_spec: MaskSpec | Mapping[Any, Any],
     layers: Any = None,
     existing: str = "error",
     copy: bool = True,
@@ -80,8 +78,8 @@ def apply_head_masks(
             `_compute_attention`, `PerHeadMaskedMultiHeadAttention`, or the attention of KerasHub's
             Llama, Gemma and others (docs/generate.md: a rule names their query heads), in nested
             layers and models too: functional, Sequential or subclassed.
-        mask_spec: A `MaskSpec`, its config (a dict, or JSON text), or a mapping from selectors of
-            layers to specs: `{"0-1": a, "2": b}`. (Not `2: b`: a number may mean a head.)
+        mask_spec: A `MaskSpec`, its config, or a mapping from selectors of layers to specs:
+            `{"0-1": a, "2": b}`. (Not `2: b`: a number may mean a head.)
         layers: Which attention layers: `None` for all self-attention; a number, counted over
             self-attention in forward order; an inclusive range `"0-3"`; a regex on layer paths,
             such as `"decoder.*cross"`, which alone names cross-attention; a tuple or list of
@@ -108,11 +106,11 @@ def apply_head_masks(
             model has a name that the rule reads (unless `add_inputs=True`), something may attend
             without the rule that neither `ignore` nor `layers` allows, a layer gets two rules, a
             spec names a head >= `num_heads`, it is unclear whether a layer is self-attention and no
-            regex names it, the class of a layer overrides how Keras computes attention, `existing`,
-            `ignore` or the JSON of a spec is not valid, copying the model is not possible, a
-            Sequential model has no graph yet, or attention runs in a `tf.function` inside the
-            model. From the result, when a call lacks what a rule reads, and when a layer of it is
-            called, cloned or saved outside of it.
+            regex names it, the class of a layer overrides how Keras computes attention, `existing`
+            or `ignore` is not valid, copying the model is not possible, a Sequential model has no
+            graph yet, or attention runs in a `tf.function` inside the model. From the result, when
+            a call lacks what a rule reads, and when a layer of it is called, cloned or saved
+            outside of it.
         RuntimeError: from the result, when a masked layer does not use its rule, or runs in a
             `tf.function` inside the model.
 
@@ -139,8 +137,7 @@ def apply_head_masks(
     _check_model(found)
     if existing not in _WAYS:
         raise ValueError(f"`existing` must be one of {_WAYS}. Received: {existing!r}.")
-    rule = _from_text(mask_spec) if isinstance(mask_spec, str) else mask_spec
-    specs = specs_by_layer(rule, layers, found, ignore)
+    specs = specs_by_layer(mask_spec, layers, found, ignore)
     entries = [found.known[i] for i in specs]
     pairs = zip(entries, specs.values(), strict=True)
     planned = [(entry, _rule(found, entry, spec, existing)) for entry, spec in pairs]
@@ -163,21 +160,6 @@ def apply_head_masks(
     for layer in were_traced(_keras.layers_of(model), [layer for layer, _ in obeying]):
         raise ValueError(in_own_function(layer.name))
     return masked(model, obeying, inputs)
-
-
-def _from_text(text: str) -> Any:
-    try:
-        return json.loads(text)
-    except json.JSONDecodeError as error:
-        hint = ""
-        if not text.lstrip().startswith(("{", "[")):
-            meant = config.call_of(text)
-            start = config.names_of_recipes() if meant is None else "Call it"
-            hint = f" {start}: hm.apply_head_masks(model, {meant or 'hm.recipes.causal()'})."
-        raise ValueError(
-            f"`mask_spec` is a text, so it must be a rule's JSON, but fails to parse: {error}. "
-            f"Received: {text[:80]!r}.{hint}"
-        ) from error
 
 
 def _check_model(found: Found) -> None:

@@ -59,10 +59,6 @@ def _call(function: Callable) -> str:
     return f"{function.__name__}({', '.join(p.name for p in parameters if p.default is p.empty)})"
 
 
-def names_of_recipes() -> str:
-    return f"The recipes are {', '.join(sorted(RECIPES))}"
-
-
 def call_of(value: Any) -> str | None:
     """The call that `value` stands for: a class, a recipe, or the name of one; else `None`."""
     return _CALLS.get(value) if isinstance(value, (type, types.FunctionType, str)) else None
@@ -104,7 +100,8 @@ def hint_for(value: Any, call: str = "SPEC") -> str:
         return hint("Call it", meant)
     if isinstance(value, str):
         json_hint = " JSON text becomes a spec by `MaskSpec.from_config(json.loads(text))`."
-        return hint(names_of_recipes(), "hm.recipes.causal()") + json_hint
+        recipes = f"The recipes are {', '.join(sorted(RECIPES))}"
+        return hint(recipes, "hm.recipes.causal()") + json_hint
     if names_heads(value):
         return hint("Wrap rules by head in PerHead", f"hm.PerHead({{{next(iter(value))!r}: ...}})")
     if isinstance(value, Mapping):

@@ -98,7 +98,7 @@ COPIED = r"(?s)Copying .* is not possible: .*{}.*copy=False"
 # By what is wrong: what is called, and what its error says.
 REFUSED = {
     "a head": (lambda: apply(one_layer(), LATE), "names head 12"),
-    "no JSON": (lambda: apply(one_layer(), "no json"), "rule's JSON"),
+    "JSON text": (lambda: apply(one_layer(), '{"kind": "full"}'), r"json\.loads\(text\)"),
     "no layer": (lambda: apply(one_layer(), CHUNK, layers=""), "names no layer"),
     "existing": (lambda: apply(one_layer(), CHUNK, existing="or"), "`existing` must be one of"),
     "ignore": (

@@ -51,7 +51,7 @@ def test_a_hint_shows_the_call(near, hint, written):
 @pytest.mark.parametrize("name", ["causal", "padding", "sentences", "streaming"])
 def test_a_recipe_by_its_name_alone(name):
     call = rf"hm\.recipes\.{name}\(.*\)"
-    with pytest.raises(ValueError, match=rf"Call it: hm\.apply_head_masks\(model, {call}\)\."):
+    with pytest.raises(TypeError, match=rf"Call it: hm\.apply_head_masks\(model, {call}\)\."):
         hm.apply_head_masks(one_layer(), name)
     with pytest.raises(AttributeError, match=rf"has no `{name}`. It is a recipe: {call}\."):
         getattr(hm, name)

@@ -418,7 +418,6 @@ def copied(model: keras.Model, untracked: list[str]) -> tuple[Any, Pairs]:
         twin = keras.saving.deserialize_keras_object(
             config, custom_objects=unregistered, safe_mode=False
         )
-        _check_all_there(model, twin)
         pairs = _in_pairs(model, twin)
         _copy_training_state(pairs)
         _copy_weights(model, twin)
@@ -467,17 +466,6 @@ def _copy_training_state(pairs: Pairs) -> None:
     for layer, twin in pairs:  # from the outside in, since setting it sets all layers inside
         if twin.trainable != layer.trainable:
             twin.trainable = layer.trainable
-
-
-def _check_all_there(source: keras.Model, target: keras.Model) -> None:
-    if len(target.weights) < len(source.weights):
-        operations = getattr(_keras.functional_of(source), "operations", ())
-        inside = {id(w) for x in operations for w in getattr(x, "weights", ())}
-        tracked = _keras.sublayers(source)
-        if missing := [x.name for x in tracked if any(id(w) not in inside for w in x.weights)]:
-            raise ValueError(
-                f"it holds layers outside of its graph, which no config holds: {missing}."
-            )
 
 
 def _check_values(pairs: Pairs) -> None:

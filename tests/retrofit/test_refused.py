@@ -150,7 +150,7 @@ REFUSED = {
     "a layer in two places": (lambda: apply(in_two_places(), CHUNK), COPIED.format("")),
     "a layer outside of the graph": (
         lambda: apply(with_a_layer_outside(), CHUNK),
-        COPIED.format("outside of its graph.*'dense"),
+        COPIED.format("without the layer 'head'"),
     ),
     "values in a graph": (
         lambda: apply(of_values(), CHUNK),

@@ -152,9 +152,4 @@ def _family(end_ids: Any, special_ids: Any) -> Iterator[MaskSpec]:
 
 def _layer_rule(specs: tuple[MaskSpec, ...]) -> MaskSpec:
     """The rule of a layer: each head obeys its own of `specs`."""
-    heads: dict[MaskSpec, list[int]] = {}
-    for head, spec in enumerate(specs):
-        heads.setdefault(spec, []).append(head)
-    if len(heads) == 1:
-        return specs[0]
-    return PerHead({tuple(numbers): spec for spec, numbers in heads.items()})
+    return PerHead(dict(enumerate(specs))) if len(set(specs)) > 1 else specs[0]

@@ -41,8 +41,7 @@ class Finding(NamedTuple):
         heads = f", {words.heads_in_words(self.heads).lower()}" if self.heads else ""
         more = f" and {len(self.layers) - 3} more layers" if len(self.layers) > 3 else ""
         layers = f" In {', '.join(self.layers[:3])}{more}." if self.layers else ""
-        line = words.shown(f"{self.code}{heads}: {self.message}{layers}")
-        return line.replace("\n", "\\n")  # so that a name cannot add a line of its own
+        return f"{self.code}{heads}: {self.message}{layers}"
 
 
 class Findings(list[Finding]):

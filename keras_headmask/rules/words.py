@@ -1,4 +1,4 @@
-"""A rule in plain English, and text for a terminal.
+"""A rule in plain English, and cells of text in columns.
 
 Each leaf says by `in_words` what a token sees; here the parts are joined.
 Nothing here imports the specs, so that a spec can describe itself.
@@ -57,17 +57,6 @@ def listed(parts: Iterable[Any], conjunction: str) -> str:
     """ "a", "a and b", "a, b and c"."""
     *most, last = map(str, parts)
     return f"{', '.join(most)} {conjunction} {last}" if most else last
-
-
-def shown(text: str) -> str:
-    r"""`text` with what may move or hide text on a terminal escaped, apart from ends of lines.
-
-    >>> print(shown("a\x1b[2Jb"))
-    a\x1b[2Jb
-    """
-    return "".join(
-        c if c.isprintable() or c == "\n" else c.encode("unicode_escape").decode() for c in text
-    )
 
 
 def aligned(rows: Sequence[tuple[str, ...]]) -> list[str]:

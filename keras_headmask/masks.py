@@ -33,26 +33,16 @@ def as_tensor(value: Any, name: str = "") -> Tensor:
         return value
     if hasattr(value, "detach") and keras.backend.backend() != "torch":
         value = value.detach().cpu().numpy()
-    expected = f"`{name}` must be a tensor or an array" if name else "Expected a tensor or an array"
-    if _is_ragged(value):
-        raise TypeError(
-            f"{expected}, whose rows are equally long. Received: rows of different lengths. Pad "
-            "them: keras.utils.pad_sequences(rows, padding='post'), or rows.to_tensor() for a "
-            "tf.RaggedTensor."
-        )
     try:
+        if hasattr(value, "row_splits"):
+            raise TypeError("Keras would pass a `tf.RaggedTensor` through.")
         return ops.convert_to_tensor(value)
     except Exception as error:  # each backend has its own, none names what was passed
-        raise TypeError(f"{expected}. Received: {value!r}.") from error
-
-
-def _is_ragged(value: Any) -> bool:
-    """Whether it is a `tf.RaggedTensor`, or lists of unequal length."""
-    if isinstance(value, (list, tuple)):
-        is_row = [isinstance(row, (list, tuple)) or getattr(row, "ndim", 0) for row in value]
-        lengths = {len(row) if is_row[i] else None for i, row in enumerate(value)}
-        return len(lengths) > 1 or any(map(_is_ragged, value))
-    return hasattr(value, "row_splits")
+        expected = f"`{name}` must be a tensor" if name else "Expected a tensor"
+        raise TypeError(
+            f"{expected} or an array, whose rows are equally long. Received: {value!r}. Pad rows: "
+            "keras.utils.pad_sequences(rows, padding='post'); a tf.RaggedTensor by `to_tensor()`."
+        ) from error
 
 
 def as_mask_input(value: Any, name: str = "") -> Tensor:

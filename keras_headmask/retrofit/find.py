@@ -447,16 +447,10 @@ def specs_by_layer(
 
 def _refuse_number(key: Any) -> None:
     """Raise for a key of a mapping that `PerHead` would read as a head."""
-    parts = key if isinstance(key, (tuple, list, range)) else (key,)
-    numbers = tuple(int(part) for part in parts if _is_number(part))
-    if numbers:
-        text = ",".join(map(str, numbers))
-        if isinstance(key, range) and key.step == 1 and len(key) > 1:
-            text = f"{key.start}-{key.stop - 1}"
-        heads = numbers if len(numbers) > 1 else numbers[0]
+    if any(map(_is_number, key if isinstance(key, (tuple, list, range)) else (key,))):
         raise ValueError(
-            f"The key {key!r} may mean a layer or a head. For layers write it as a text: "
-            f'`{{"{text}": ...}}`. For heads of all layers: `PerHead({{{heads}: ...}})`.'
+            f"The key {key!r} may mean a layer or a head. Write layers as a text, "
+            '`{"0-3": ...}`, and heads of all layers as `PerHead({...})`.'
         )
 
 

@@ -366,10 +366,10 @@ def unfolded(rows: Tensor, sharing: int) -> Tensor:
 
 
 def dropout_of(layer: Any, training: bool | None) -> dict[str, Any]:
-    """The fields of a `Request` for a layer's attention dropout; none outside of training."""
-    if not (layer.dropout > 0 and training):
+    """The fields of a `Request` for a layer of dropout, or `None`; none outside of training."""
+    if layer is None or not (layer.rate > 0 and training):
         return {}
-    return {"dropout": layer.dropout, "seed": _keras.dropout_layer(layer).seed_generator}
+    return {"dropout": layer.rate, "seed": layer.seed_generator}
 
 
 class Dropout(NamedTuple):

@@ -245,7 +245,7 @@ class MaskedAttention(keras.Layer):
             changes=Changes(bias=bias),
             wants_probabilities=wants_scores,
             tiled=None if wants_scores or bias is not None else self._tiled,
-            **dropout_of(self, training),
+            **dropout_of(_keras.dropout_layer(self), training),
         )
         return attend(request)
 
@@ -303,7 +303,7 @@ class MaskedAttention(keras.Layer):
                 changes=Changes(bias=bias),
                 wants_probabilities=wants_scores,
                 mask=attention_mask,
-                **dropout_of(self, training),
+                **dropout_of(_keras.dropout_layer(self), training),
             )
         )
 

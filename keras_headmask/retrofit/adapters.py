@@ -86,13 +86,6 @@ class Attention:
         """The layer that drops probabilities; `None` if none does."""
         return _keras.dropout_layer(self.layer)
 
-    def dropout(self, training: bool | None) -> dict[str, Any]:
-        """The arguments of a `Request` for dropout of the probabilities."""
-        layer = self.dropout_layer
-        if layer is None or not (layer.rate > 0 and training):
-            return {}
-        return {"dropout": layer.rate, "seed": layer.seed_generator}
-
     def arguments(
         self,
         query: Any,

@@ -15,7 +15,12 @@ from keras import ops
 from keras_headmask import _keras, masks
 from keras_headmask.attention import scopes
 from keras_headmask.attention.kernels import attend
-from keras_headmask.attention.request import Request, all_that_restricts, bound_to
+from keras_headmask.attention.request import (
+    Request,
+    all_that_restricts,
+    bound_to,
+    dropout_of,
+)
 from keras_headmask.layers.call_checks import is_zero
 from keras_headmask.layers.masked import MaskedAttention
 from keras_headmask.retrofit.adapters import Attention, adapted, errors_naming, offset_of_call
@@ -229,7 +234,7 @@ def _under(adapter: Attention, rules: list[LayerRule], arguments: Arguments) -> 
             changes=adapter.changes._replace(bias=bias),
             wants_probabilities=wanted,
             tiled=None if wanted or bias is not None else getattr(adapter.layer, "_tiled", None),
-            **adapter.dropout(arguments["training"]),
+            **dropout_of(adapter.dropout_layer, arguments["training"]),
         )
     )
 

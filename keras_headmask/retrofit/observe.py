@@ -9,7 +9,6 @@ import contextlib
 import functools
 import inspect
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -94,44 +93,27 @@ def runs_seen(entries: list[AttentionLayer], see: Callable[[Run], None]) -> Iter
         calls[entry.path] = signatures[entry.path].bind(*args, **kwargs).arguments
         return usual(*args, **kwargs)
 
-    def computed(
-        entry: AttentionLayer, usual: Callable, arguments: dict[str, Any]
-    ) -> tuple[Any, Any]:
-        context, probabilities = usual(arguments | {"return_attention_scores": True})
+    def computed(entry: AttentionLayer, usual: Callable, *args: Any, **kwargs: Any) -> Any:
+        adapter = adapted(entry.layer)
+        arguments = adapter.arguments(*args, **kwargs)
+        wanted = arguments | {"return_attention_scores": True}
+        is_of_class = inspect.ismethod(usual)
+        context, probabilities = without_rules(adapter, wanted) if is_of_class else usual(**wanted)
         see(Run(entry, calls.get(entry.path, {}), arguments, probabilities))
+        if not adapter.gives_pair(arguments):
+            return context
         return context, probabilities if arguments["return_attention_scores"] else None
 
     signatures = {entry.path: inspect.signature(entry.layer.call) for entry in entries}
     with contextlib.ExitStack() as stack:
         for entry in entries:
-            compute = functools.partial(computed, entry)
-            stack.enter_context(_hook_overridden(entry.layer, compute))
+            hook, compute = adapted(entry.layer).hook, functools.partial(computed, entry)
+            stack.enter_context(scopes.overriding(entry.layer, hook, compute))
             stack.enter_context(scopes.probabilities_wanted(entry.layer))
             # (After the hook: where that is `call` itself, it passes more.)
             call = functools.partial(called, entry)
             stack.enter_context(scopes.overriding(entry.layer, "call", call))
         yield
-
-
-def _hook_overridden(layer: Any, override: Callable) -> AbstractContextManager[None]:
-    """Let `override(usual, arguments)` be called for the hook of `layer`.
-
-    It returns context and probabilities, as `usual(arguments)` does; the arguments are by name.
-    """
-    adapter = adapted(layer)
-
-    def computed(usual: Callable, *args: Any, **kwargs: Any) -> Any:
-        def both(arguments: dict[str, Any]) -> tuple[Any, Any]:
-            if inspect.ismethod(usual):  # of the class
-                return without_rules(adapter, arguments)
-            result = usual(**arguments)
-            return result if adapter.gives_pair(arguments) else (result, None)
-
-        arguments = adapter.arguments(*args, **kwargs)
-        context, probabilities = override(both, arguments)
-        return (context, probabilities) if adapter.gives_pair(arguments) else context
-
-    return scopes.overriding(layer, adapter.hook, computed)
 
 
 def _allowed(run: Run) -> np.ndarray:

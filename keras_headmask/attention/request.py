@@ -15,7 +15,7 @@ from keras_headmask.masks import Length, Mask, Tensor
 from keras_headmask.rules import evaluation, graphs
 from keras_headmask.rules.algebra import is_local
 from keras_headmask.rules.base import MaskSpec, head_groups
-from keras_headmask.rules.evaluation import Bound, as_pair, as_sides
+from keras_headmask.rules.evaluation import Bound, as_int, as_pair, as_sides
 from keras_headmask.rules.leaves import KeyFlag, MaskInput, QueryFlag
 from keras_headmask.rules.protocol import Sides, Sizes
 
@@ -146,7 +146,7 @@ def _sizes_from_inputs(
     if not kinds:
         return sizes, query
     name = max(kinds, key=lambda name: len(kinds[name].sides))  # the first that says both lengths
-    has_offset = not (isinstance(query_offset, int) and query_offset == 0)
+    has_offset = as_int(query_offset) != 0
     is_cut, mask_input = has_offset and as_pair(inputs[name]) is None, as_sides(inputs[name])
     is_self = _keras.are_as_long(query, key)
     return graphs.sizes_from_input(

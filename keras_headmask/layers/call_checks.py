@@ -70,7 +70,7 @@ def checked_call(
         attention_mask = masks.as_bool(attention_mask, "attention_mask")
     if len(query.shape) != 3:
         offset = evaluation.checked_offset(0 if query_offset is None else query_offset)
-        if spec is not None or mask_inputs or not is_zero(offset):
+        if spec is not None or mask_inputs or evaluation.as_int(offset) != 0:
             raise ValueError(
                 "A mask spec, `mask_inputs` and `query_offset` speak of one axis of queries and "
                 "one of keys: the inputs must have shape (batch, length, size). Received: "
@@ -108,10 +108,6 @@ def checked_attention_bias(layer: Any, query: Tensor, value: Tensor, bias: Any) 
         )
     lengths = query.shape[0], layer.num_heads, query.shape[1], value.shape[1]
     return checked_bias(bias, "attention_bias", *lengths)
-
-
-def is_zero(offset: Length) -> bool:
-    return isinstance(offset, int) and offset == 0
 
 
 def supports_unknown_lengths(holder: keras.Layer) -> bool:

@@ -22,7 +22,6 @@ from keras_headmask.layers import loading
 from keras_headmask.layers.call_checks import (
     checked_attention_bias,
     checked_call,
-    is_zero,
     refuse_rule_and_ids,
     refuse_rule_by_position,
     supports_unknown_lengths,
@@ -215,7 +214,7 @@ class MaskedAttention(keras.Layer):
             merged = self._mask(spec, mask_inputs, query, value, offset)
         # (A subclass with Keras' own signature does not know the offset.)
         more = outside | {"use_causal_mask": use_causal_mask}
-        more |= {} if is_zero(offset) else {"query_offset": offset}
+        more |= {} if evaluation.as_int(offset) == 0 else {"query_offset": offset}
         return masks.and_masks(merged, self._compute_attention_mask(query, value, **more))
 
     def _by_kernel(
@@ -349,7 +348,7 @@ class MaskedAttention(keras.Layer):
         stock = super()._compute_attention_mask
         if len(query.shape) != 3:
             return stock(query, value, *of_tokens, attention_mask, use_causal_mask)
-        if is_zero(query_offset):  # Keras' own hooks know no other
+        if evaluation.as_int(query_offset) == 0:  # Keras' own hooks know no other
             merged = stock(query, value, *of_tokens, use_causal_mask=use_causal_mask)
             return masks.and_masks(attention_mask, merged)
         window = self._window(use_causal_mask)

@@ -21,7 +21,6 @@ from keras_headmask.attention.request import (
     bound_to,
     dropout_of,
 )
-from keras_headmask.layers.call_checks import is_zero
 from keras_headmask.layers.masked import MaskedAttention
 from keras_headmask.retrofit.adapters import Attention, adapted, errors_naming, offset_of_call
 from keras_headmask.retrofit.frame import (
@@ -281,7 +280,7 @@ def _masks_of_class(
         with errors_naming(adapter.layer):
             mask = masks.as_bool(mask, "attention_mask")
             masks.check_shape(mask, "attention_mask", *lengths)
-    if arguments.get("use_causal_mask") and not is_zero(offset):
+    if arguments.get("use_causal_mask") and evaluation.as_int(offset) != 0:
         # In Keras' causal mask queries and keys both start at 0, also where there is an offset.
         assert window is not None
         queries, keys = (masks.sizes(arguments[name])[1] for name in ("query", "key"))

@@ -161,7 +161,7 @@ def check_counted(spec: MaskSpec, name: str, query_offset: Length) -> None:
 
     The values cannot show whether the start of the query side was cut off.
     """
-    if isinstance(query_offset, int) and query_offset == 0:
+    if as_int(query_offset) == 0:
         return
     for leaf in leaves(spec):
         if leaf.counts and "query" in leaf.inputs.get(name, InputType(sides=frozenset())).sides:

@@ -141,10 +141,7 @@ def apply_head_masks(
     entries = [found.known[i] for i in specs]
     pairs = zip(entries, specs.values(), strict=True)
     planned = [(entry, _rule(found, entry, spec, existing)) for entry, spec in pairs]
-    inputs: list[Any] = []
-    if found.graph is not None:
-        check_reads(found, planned, add_inputs)  # before any change
-        inputs = list(new_inputs(found.inputs, [one for _, one in planned]).values())
+    inputs = [] if found.graph is None else added_inputs(found, planned, add_inputs)
     for entry, one in planned:
         _check_obeys(entry, one.spec)
         if id(entry.layer) in found.in_functions:
@@ -283,9 +280,12 @@ def unmasked(model: keras.Model) -> keras.Model:
 # --- Which inputs rules read ----------------------------------------------------------------------
 
 
-def check_reads(found: Found, planned: list[Any], add_inputs: bool) -> None:
-    """Raise if a rule of `planned`, pairs of a layer and a rule, reads what no input gives it."""
-    inputs = None if found.graph is None else found.graph.input
+def added_inputs(found: Found, planned: list[Any], add_inputs: bool) -> list[Any]:
+    """A new input for each name that a rule reads and the graph lacks.
+
+    `planned` are pairs of a layer and a rule. Raises if a rule could not read what it needs.
+    """
+    inputs = found.graph.input
     if isinstance(inputs, dict):
         read = {name for _, rule in planned for name in rule.spec.inputs}
         other = {key: t.name for key, t in inputs.items() if hasattr(t, "name") and t.name != key}
@@ -317,6 +317,7 @@ def check_reads(found: Found, planned: list[Any], add_inputs: bool) -> None:
             f"are {sorted(found.inputs)}. Name one of them in the rule (`input=...`), or pass "
             "add_inputs=True, which adds what is missing as new inputs of the model."
         )
+    return list(new.values())
 
 
 def sources_of(

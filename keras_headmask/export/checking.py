@@ -56,7 +56,7 @@ def _made_up_cases(signature: Signature) -> list[Case]:
         length = min(length, longest)
         while True:
             rules = survey.rules.values()
-            request = made_up(survey, rules, batch, length, inputs=signature.inputs)
+            request = made_up(survey, rules, batch, length, signature.inputs)
             try:
                 found.append(Case(request, _answer(signature, request)))
                 break

@@ -123,13 +123,11 @@ def plot_attention(
     return figure_of(drawn)
 
 
-def plot_heads(
-    values: Mapping[str, np.ndarray], scale: str, caption: Sequence[str], most: float = 1.0
-) -> "Figure":
+def plot_heads(values: Mapping[str, np.ndarray], scale: str, caption: Sequence[str]) -> "Figure":
     """A panel for each of `values`, `(layers, heads)`, under its name; NaN is hatched."""
     panels = [grid.Panel(name, x, np.isnan(x)) for name, x in values.items()]
     axes = ("layers", "heads")
-    return figure_of(grid.Grid(panels, caption, axes=axes, scale=scale, most=most))
+    return figure_of(grid.Grid(panels, caption, axes=axes, scale=scale))
 
 
 def figure_of(drawn: grid.Grid) -> Any:

@@ -23,8 +23,7 @@ def made_up(
     rules: Iterable[MaskSpec],
     batch: int,
     length: int,
-    seed: int = 0,
-    inputs: Mapping[str, Any] | None = None,
+    inputs: Mapping[str, Any],
 ) -> Arrays:
     """Random inputs by name: `batch` examples of `length` positions; fixed sizes stay.
 
@@ -37,15 +36,13 @@ def made_up(
         rules: What is to have something to decide.
         batch: The number of examples.
         length: The number of positions.
-        seed: Another one gives other inputs.
-        inputs: Shapes and dtypes by name; by default those of the graph.
+        inputs: Shapes and dtypes by name.
 
     Raises:
         TypeError: for an input of text.
     """
-    rng = np.random.default_rng([seed, batch, length])
+    rng = np.random.default_rng([0, batch, length])
     all_leaves = [leaf for spec in rules for leaf in leaves(spec)]
-    inputs = found.inputs if inputs is None else inputs
     first_ids = next((name for name, x in inputs.items() if _holds_ids(name, x)), None)
     arrays: Arrays = {}
     for name, x in inputs.items():

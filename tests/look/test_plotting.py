@@ -133,12 +133,12 @@ def test_without_matplotlib(monkeypatch):
 @once
 def test_numbers_of_heads():
     values = {"a": np.array([[0.5, np.nan]]), "b": np.array([[0.25, 0.0]])}
-    figure = plot_heads(values, "share of pairs", ["said"], most=0.5)
+    figure = plot_heads(values, "share of pairs", ["said"])
     assert titles(figure) == ["a", "b"]
     a, b, scale = figure.axes
     assert np.ma.getmaskarray(a.images[0].get_array()).tolist() == [[False, True]]
     assert a.patch.get_hatch() == "////"
-    assert b.images[0].norm.vmax == 0.5
+    assert b.images[0].norm.vmax == 1
     axes = scale.get_ylabel(), a.get_ylabel(), b.get_xlabel()
     assert axes == ("share of pairs", "layers", "heads")
 

@@ -14,7 +14,7 @@ import numpy as np
 from keras import ops
 
 from keras_headmask import _keras
-from keras_headmask.heads.reading import by_name, check_named, is_several
+from keras_headmask.heads.reading import as_numpy, by_name, check_named, is_several
 from keras_headmask.look.tables import Printed, Table
 from keras_headmask.rules.base import MaskSpec, check_spec, enough_heads, not_negative
 from keras_headmask.rules.evaluation import make_mask
@@ -403,14 +403,6 @@ def _leaves(nest: Any, path: str) -> dict[str, Any]:
     if not isinstance(nest, Mapping):  # (of any class, such as those of Hugging Face)
         return {} if nest is None else {path: nest}
     return {k: x for key, part in nest.items() for k, x in _leaves(part, f"{path}/{key}").items()}
-
-
-def as_numpy(array: Any) -> np.ndarray:
-    """An array of any framework in NumPy, off its graph and device."""
-    if hasattr(array, "detach"):
-        array = array.detach().cpu()
-        array = array.float() if "bfloat16" in str(array.dtype) else array  # NumPy lacks it
-    return np.asarray(array)
 
 
 def shapes(arrays: Arrays) -> str:

@@ -174,9 +174,9 @@ def read(
             f"{shapes}."
         )
     of_ids, of_padding = _ids_and_padding(named)
-    stand = np.zeros(0) if of_ids is None else _as_array(named[of_ids])
+    stand = np.zeros(0) if of_ids is None else as_numpy(named[of_ids])
     if stand.size and of_padding is not None:
-        stand = stand[_as_array(named[of_padding]) != 0]
+        stand = stand[as_numpy(named[of_padding]) != 0]
     for name, wanted in looked_for.items():
         if wanted is not None and not np.isin(stand, id_tuple(wanted, name)).any():
             raise ValueError(
@@ -188,13 +188,13 @@ def read(
     counts, tokens = np.zeros(2), 0
     for start in range(0, shapes[0][0], batch_size):
         part = slice(start, start + batch_size)
-        ids = None if of_ids is None else _as_array(named[of_ids][part])
+        ids = None if of_ids is None else as_numpy(named[of_ids][part])
         runs = _forward(model, entries, keras.tree.map_structure(operator.itemgetter(part), inputs))
         padding, real = "none known", np.ones(runs[0].probabilities.shape[::2], bool)
         if of_padding is not None:
-            padding, real = f"`{of_padding}`", _as_array(named[of_padding][part]) != 0
+            padding, real = f"`{of_padding}`", as_numpy(named[of_padding][part]) != 0
         elif runs[0].query_mask is not None:
-            padding, real = "the Keras mask", _as_array(runs[0].query_mask)
+            padding, real = "the Keras mask", as_numpy(runs[0].query_mask)
         pairs: list[np.ndarray] = []  # of each text, by kind
         for path, probabilities in _in_numpy(runs, real, ids):
             if not pairs:
@@ -228,8 +228,12 @@ def _ids_and_padding(named: Mapping[str, Any]) -> tuple[str | None, str | None]:
     return ids[0] if ids else None, padding[0] if padding else None
 
 
-def _as_array(values: Any) -> np.ndarray:
-    return ops.convert_to_numpy(masks.as_tensor(values))
+def as_numpy(array: Any) -> np.ndarray:
+    """An array of any framework in NumPy, off its graph and device."""
+    if hasattr(array, "detach"):
+        array = array.detach().cpu()
+        array = array.float() if "bfloat16" in str(array.dtype) else array  # NumPy lacks it
+    return np.asarray(array)
 
 
 def by_name(model: Any, inputs: Any) -> dict[str, Any]:

@@ -74,7 +74,6 @@ def for_shapes_alone() -> bool:
 # A subclass must use Keras' own name for them, so these stand outside this file, too.
 OVERRIDDEN = {
     "_compute_attention": "attention computes by it, in our layer and under a model's rule",
-    "_compute_attention_mask": "our layer merges masks in four dimensions, one for each head",
     "_default_save_signature": "TensorFlow would trace a masked model inside another by itself",
 }
 

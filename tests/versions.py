@@ -25,7 +25,6 @@ SEEN_BY = {
         "test_autograph_rewrites_the_users_function_alone": "exempt_from_autograph"
     },
     "layers/test_layer": {
-        "test_everything_that_restricts_is_anded": "_compute_attention_mask",
         "test_the_hook_takes_a_causal_flag_as_that_of_stock_does": "wants_scores want_scores",
         "test_one_tensor_feeds_two_layers_and_keeps_its_mask": "get_keras_mask set_keras_mask",
     },

@@ -46,13 +46,14 @@ class MaskedAttention(keras.Layer):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         ours = self._ours()
         refuse_rule_by_position(ours.__name__, kwargs)
-        for name in (_keras.COMPUTE_ATTENTION, _keras.MASKED_SOFTMAX):
+        for name in _keras.ATTENTION_HOOKS:
             if getattr(type(self), name) is not getattr(ours, name):
                 raise ValueError(
                     f"A subclass of {ours.__name__} must leave `{name}` as it is: that is where "
                     f"the rule holds. `{type(self).__name__}` overrides it. To read the "
-                    "probabilities pass return_attention_scores=True; to compute attention "
-                    "differently write a layer of your own, and call `hm.make_mask` in it."
+                    "probabilities pass return_attention_scores=True; to restrict attention pass "
+                    "an `attention_mask`; to compute it differently write a layer of your own, and "
+                    "call `hm.make_mask` in it."
                 )
         super().__init__(*args, **kwargs)
 
@@ -161,11 +162,11 @@ class MaskedAttention(keras.Layer):
         projections = zip(_keras.projections(self)[:3], (query, key, value), strict=True)
         operands = [projection(x) for projection, x in projections]
         spec = None if scopes.are_rules_off() or not self._restricts else self._mask_spec
-        if self._has_hooks():
-            merged = self._merged(spec, mask_inputs, query, value, offset, use_causal_mask, outside)
-            context, scores = self._by_hook(operands, merged, *how, bias)
+        rule, inputs = all_that_restricts(spec, mask_inputs, **outside, window=window)
+        if self._uses_hook():
+            mask = None if rule is None else self._mask(rule, inputs, query, value, offset)
+            context, scores = self._by_hook(operands, mask, *how, bias)
         else:
-            rule, inputs = all_that_restricts(spec, mask_inputs, **outside, window=window)
             context, scores = self._by_kernel(operands, rule, inputs, offset, bias, *how)
         output = self._output(context, query, query_mask)
         return (output, scores) if return_attention_scores else output
@@ -189,33 +190,16 @@ class MaskedAttention(keras.Layer):
     ) -> Any:
         """By the `call` of stock Keras, which takes Keras masks off; they are put back."""
         kept = [(tensor, _keras.get_keras_mask(tensor)) for tensor in (query, value, key)]
-        attention_mask, *of_tokens = outside.values()
-        _keras.set_keras_mask(query, outside["query_mask"])  # where stock looks for it
+        attention_mask, *of_tokens = (  # (Keras opens every integer but 0.)
+            None if mask is None else masks.as_bool(mask, name) for name, mask in outside.items()
+        )
+        _keras.set_keras_mask(query, of_tokens[0])  # where stock looks for it
         try:
             rest = *of_tokens, attention_mask, wants_scores, training, use_causal_mask
             return super().call(query, value, key, *rest)
         finally:
             for tensor, mask in reversed(kept):
                 _keras.set_keras_mask(tensor, mask)
-
-    def _merged(
-        self,
-        spec: MaskSpec | None,
-        mask_inputs: Any,
-        query: Tensor,
-        value: Tensor,
-        offset: Length,
-        use_causal_mask: bool,
-        outside: dict[str, Any],
-    ) -> Mask | None:
-        """Everything that restricts, ANDed: what comes from outside after the spec."""
-        merged = None
-        if spec is not None:
-            merged = self._mask(spec, mask_inputs, query, value, offset)
-        # (A subclass with Keras' own signature does not know the offset.)
-        more = outside | {"use_causal_mask": use_causal_mask}
-        more |= {} if evaluation.as_int(offset) == 0 else {"query_offset": offset}
-        return masks.and_masks(merged, self._compute_attention_mask(query, value, **more))
 
     def _by_kernel(
         self,
@@ -248,14 +232,10 @@ class MaskedAttention(keras.Layer):
         )
         return attend(request)
 
-    def _has_hooks(self) -> bool:
-        """Whether masks are merged by Keras' hooks: for a subclass, a flash kernel, an observer."""
-        ours = self._ours()
-        special = _keras.flash(self) or scopes.is_overridden(self, _keras.COMPUTE_ATTENTION)
-        return bool(special) or any(
-            hook in vars(self) or getattr(type(self), hook) is not getattr(ours, hook)
-            for hook in _keras.ATTENTION_HOOKS
-        )
+    def _uses_hook(self) -> bool:
+        """Whether `_compute_attention` gets a whole mask: flash, a rule of a model, an observer."""
+        hook = _keras.COMPUTE_ATTENTION
+        return _keras.flash(self) or hook in vars(self) or scopes.is_overridden(self, hook)
 
     def _by_hook(
         self,
@@ -325,35 +305,6 @@ class MaskedAttention(keras.Layer):
         both = masks.and_masks(mask, causal)
         assert both is not None
         return both
-
-    def _compute_attention_mask(
-        self,
-        query: Tensor,
-        value: Tensor,
-        query_mask: Tensor | None = None,
-        value_mask: Tensor | None = None,
-        key_mask: Tensor | None = None,
-        attention_mask: Tensor | None = None,
-        use_causal_mask: bool = False,
-        query_offset: Length = 0,
-    ) -> Mask | None:
-        """Merge the masks that Keras merges here, each lifted to rank 4 first."""
-        # (Keras opens every integer but 0.)
-        masks_by_name = attention_mask, query_mask, value_mask, key_mask
-        attention_mask, query_mask, value_mask, key_mask = (
-            None if mask is None else masks.as_bool(mask, name)
-            for name, mask in zip(_MASKS, masks_by_name, strict=True)
-        )
-        of_tokens = query_mask, value_mask, key_mask
-        stock = super()._compute_attention_mask
-        if len(query.shape) != 3:
-            return stock(query, value, *of_tokens, attention_mask, use_causal_mask)
-        if evaluation.as_int(query_offset) == 0:  # Keras' own hooks know no other
-            merged = stock(query, value, *of_tokens, use_causal_mask=use_causal_mask)
-            return masks.and_masks(attention_mask, merged)
-        window = self._window(use_causal_mask)
-        rule, inputs = all_that_restricts(None, None, attention_mask, *of_tokens, window)
-        return None if rule is None else self._mask(rule, inputs, query, value, query_offset)
 
     def compute_output_shape(
         self, query_shape: Any, value_shape: Any = None, key_shape: Any = None

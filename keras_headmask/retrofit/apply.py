@@ -141,7 +141,7 @@ def apply_head_masks(
     entries = [found.known[i] for i in specs]
     pairs = zip(entries, specs.values(), strict=True)
     planned = [(entry, _rule(found, entry, spec, existing)) for entry, spec in pairs]
-    inputs = [] if found.graph is None else added_inputs(found, planned, add_inputs)
+    inputs = added_inputs(found, planned, add_inputs)
     for entry, one in planned:
         _check_obeys(entry, one.spec)
         if id(entry.layer) in found.in_functions:
@@ -281,10 +281,12 @@ def unmasked(model: keras.Model) -> keras.Model:
 
 
 def added_inputs(found: Found, planned: list[Any], add_inputs: bool) -> list[Any]:
-    """A new input for each name that a rule reads and the graph lacks.
+    """A new input for each name that a rule reads and the graph lacks; none without a graph.
 
     `planned` are pairs of a layer and a rule. Raises if a rule could not read what it needs.
     """
+    if found.graph is None:
+        return []
     inputs = found.graph.input
     if isinstance(inputs, dict):
         read = {name for _, rule in planned for name in rule.spec.inputs}

@@ -317,19 +317,17 @@ class Coverage(enum.IntEnum):
     ALL = 2
 
 
-def bounds(rule: MaskSpec, tiles: Tiles, spans: Mapping[MaskSpec, Any] | None = None) -> Bounds:
+def bounds(rule: MaskSpec, tiles: Tiles, spans: Mapping[MaskSpec, Any]) -> Bounds:
     """Bounds of what `rule` (no `PerHead`) allows in each tile, for NumPy arrays and tensors.
 
     `spans` holds the spans of the mask inputs for the leaves that read them; a leaf without
     a span may allow some pair of every tile.
     """
 
-    known = spans or {}
-
     def leaf_bounds(leaf: MaskSpec) -> Bounds:
-        if leaf.inputs and leaf not in known:
+        if leaf.inputs and leaf not in spans:
             return MaskSpec.coverage(leaf, tiles, {})
-        return leaf.coverage(tiles, known.get(leaf, {}))
+        return leaf.coverage(tiles, spans.get(leaf, {}))
 
     return rule.fold(
         leaf_bounds,

@@ -65,17 +65,17 @@ def folder(module):
 # The most lines of each folder. A number may be lowered; a commit that raises one says what could
 # not be deleted instead.
 MOST_LINES = {
-    "attention": 2_700,
-    "rules": 3_140,
-    "retrofit": 3_220,
-    "heads": 1_300,
+    "attention": 2_690,
+    "rules": 3_130,
+    "retrofit": 3_170,
+    "heads": 1_280,
     "export": 590,
-    "look": 730,
-    "layers": 850,
+    "look": 660,
+    "layers": 800,
     "linting": 270,
     "_keras": 580,
     "generation": 150,
-    "masks": 450,
+    "masks": 440,
 }
 
 

@@ -325,11 +325,12 @@ def test_lengths_that_fit_no_tile_and_an_offset(kernel, name):
     check(kernel, operands(2, queries, keys, 3), BY_HEAD, {"ids": ids}, offset)
 
 
-@each(EMPTY, ["no key"])
+@each(EMPTY, EMPTY)
 @skipping
 def test_what_is_empty(kernel, name):
     batch, queries, keys = EMPTY[name]
-    spec = hm.PerHead({1: hm.Window(1, 1), 2: hm.Keys(0, 1) | hm.Window(1, 1)}, hm.KeyIn("ids", 1))
+    flagged = hm.Window(1, 1) | hm.KeyIn("ids", 1) | hm.QueryIn("ids", 1)
+    spec = hm.PerHead({1: hm.Window(1, 1), 2: flagged}, hm.KeyIn("ids", 1))
     ids = {"ids": tuple(np.zeros((batch, n), "int32") for n in (queries, keys))}
     qkv = operands(batch, queries, keys, 3)
     with kernel.setting():

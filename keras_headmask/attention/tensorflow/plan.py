@@ -46,8 +46,8 @@ def planned(part: Part, is_gpu: Tensor | int = 0) -> Plan:
     batch, queries, keys = map(tf.convert_to_tensor, bound.sizes)
     none, one = tf.constant(-1), tf.constant(1)  # (of each number a graph makes a node)
     largest = part.tuning.local_tile if part.is_local(rule) else part.tuning.wide_tile
-    count = tf.maximum(-(-queries // largest), one)
-    tile = tf.maximum(-(-queries // count), one)  # as many in each
+    count = -(-queries // largest)
+    tile = tf.maximum(-(-queries // tf.maximum(count, one)), one)  # as many in each
     blocks = -(-keys // block)
     offset = tf.reduce_min(bound.query_positions, 0)
     lengths = tf.cast(queries, offset.dtype), tf.cast(keys, offset.dtype)
@@ -144,7 +144,7 @@ def _places(is_flagged: Mask) -> Tensor:
     """Where each row is true, `(E, most of a row)`, -1 where it has fewer."""
     numbers = tf.cast(is_flagged, tf.int32)
     counts = tf.reduce_sum(numbers, 1, keepdims=True)
-    most = tf.reduce_max(counts)
+    most = tf.maximum(tf.reduce_max(counts), 0)  # (of no example the least of all numbers)
     return tf.where(tf.range(most) < counts, tf.math.top_k(numbers, most).indices, -1)
 
 

@@ -327,7 +327,8 @@ def bounds(rule: MaskSpec, tiles: Tiles, spans: Mapping[MaskSpec, Any]) -> Bound
     def leaf_bounds(leaf: MaskSpec) -> Bounds:
         if leaf.inputs and leaf not in spans:
             return MaskSpec.coverage(leaf, tiles, {})
-        return leaf.coverage(tiles, spans.get(leaf, {}))
+        answers = leaf.coverage(tiles, spans.get(leaf, {}))
+        return Bounds(*(_as_array(answer, tiles) for answer in answers))
 
     return rule.fold(
         leaf_bounds,
@@ -335,6 +336,13 @@ def bounds(rule: MaskSpec, tiles: Tiles, spans: Mapping[MaskSpec, Any]) -> Bound
         either=lambda a, b: Bounds(a.possible | b.possible, a.certain | b.certain),
         neither=lambda a: Bounds(~a.certain, ~a.possible),
     )
+
+
+def _as_array(answer: Any, tiles: Tiles) -> Any:
+    """A plain `True` or `False` of all tiles as an array: Python's `~True` is -2, which is true."""
+    if not isinstance(answer, bool):
+        return answer
+    return tiles.key_first <= tiles.key_last if answer else tiles.key_first > tiles.key_last
 
 
 def farthest(spec: MaskSpec) -> int | None:

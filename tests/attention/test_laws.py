@@ -89,7 +89,20 @@ class Steps(hm.MaskSpec):
         return Bounds(tiles.key_first < last, tiles.key_last < first)
 
 
+@hm.register_spec("test_laws_thirds")
+@dataclasses.dataclass(frozen=True)
+class Thirds(hm.MaskSpec):
+    """Says one thing of all tiles, in plain booleans."""
+
+    def allowed(self, query_positions, key_positions, inputs):
+        return ~(key_positions % 3 != query_positions % 3)
+
+    def coverage(self, tiles, inputs):
+        return Bounds(True, False)
+
+
 # What these mean, in loops.
+oracle.POSITIONAL["test_laws_thirds"] = lambda config, i, j: i % 3 == j % 3
 oracle.POSITIONAL["test_laws_steps"] = lambda config, i, j: j < (i // 6 + 1) * config["rise"]
 oracle.READING["test_laws_near_date"] = lambda config, query, key: (
     abs(int(oracle.value_at(query)) - int(oracle.value_at(key))) <= config["days"]
@@ -114,6 +127,7 @@ RULES = {
     "streaming": (hm.recipes.streaming(sinks=2, window=4), {}),
     "blocks": (hm.Chunk(2, 1, 1) | hm.Queries(0, 2) | hm.Keys(0, 2), {}),
     "not a window": (~hm.Window(4, 4), {}),
+    "not a plain answer": (~Thirds(), {}),
     "far keys": (hm.Keys(0, 2) | hm.Keys(10, 12) | hm.Keys(20), {}),
     "two dead ends": (hm.Queries(5, 17) & hm.Window(2, 2), {}),
     "full": (hm.Full(), {}),

@@ -193,7 +193,7 @@ class Step(NamedTuple):
         there, rows = tf.clip_by_value(keys, 0, of_keys - 1), tf.maximum(queries, 0)
         of_all = example * of_queries + rows, example * of_keys + there
         places = Places(example, rows, there, *of_all, tf.gather)
-        heads = np.arange(steps.heads)[:, None, None]
+        heads = np.arange(steps.heads, dtype="int64")[:, None, None]
         at_keys = tf.squeeze((example * steps.heads + heads) * of_keys + there, 2)
         step = cls(steps, first, queries, places, tf.equal(keys, there), at_keys, meets_all)
         return step, stop
@@ -218,7 +218,7 @@ class Step(NamedTuple):
     def rows(self, tensor: Tensor) -> Tensor:
         """The queries of the tiles, `(m, h, b, size)`, of `(B, T, h, size)`."""
         heads, size = tensor.shape[2:]
-        at = self.places.rows * heads + np.arange(heads)[:, None, None]
+        at = self.places.rows * heads + np.arange(heads, dtype="int64")[:, None, None]
         return tf.gather(tf.reshape(tensor, [-1, size]), tf.squeeze(at, 3))
 
     def added(self, sums: Tensor, addend: Tensor) -> Tensor:

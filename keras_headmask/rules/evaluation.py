@@ -445,14 +445,19 @@ def mask_of_heads(rule: MaskSpec, bound: Bound, heads: tuple[int, ...]) -> Mask:
     """
 
     def shaped(value: Any) -> Any:
-        if not isinstance(value, Sides):
-            return _select_heads(value, heads)
-        query, key = value
-        query = None if query is None else ops.expand_dims(query, (1, 3))
-        return Sides(query, None if key is None else ops.expand_dims(key, (1, 2)))
+        return _on_axes(value) if isinstance(value, Sides) else _select_heads(value, heads)
 
-    positions = bound.query_positions[:, None], bound.key_positions[None, :]
+    positions = _on_axes(Sides(bound.query_positions, bound.key_positions))
     return _answers(rule, bound, heads, positions, shaped)
+
+
+@made_once
+def _on_axes(sides: Sides) -> Sides:
+    """Positions as `(queries, 1)` and `(1, keys)`, or ids as `(B, 1, queries, 1)` and so on."""
+    query, key = sides
+    is_ids = len((key if query is None else query).shape) == 2
+    query = None if query is None else ops.expand_dims(query, (1, 3) if is_ids else 1)
+    return Sides(query, None if key is None else ops.expand_dims(key, (1, 2) if is_ids else 0))
 
 
 def mask_at(rule: MaskSpec, bound: Bound, heads: tuple[int, ...], places: Places) -> Mask:

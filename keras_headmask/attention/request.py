@@ -82,10 +82,10 @@ def all_that_restricts(
     What comes from outside is ANDed after the rule, so that no `~` or `|` inside reopens it.
     """
     specs, inputs = [spec], dict(mask_inputs or {})
-    masks = attention_mask, query_mask, value_mask, key_mask
-    attention_mask, query_mask, value_mask, key_mask = map(graphs.first_equal, masks)
+    given = attention_mask, query_mask, value_mask, key_mask
+    attention_mask, query_mask, value_mask, key_mask = map(graphs.first_equal, given)
     as_inputs = attention_mask, (query_mask, None), (None, value_mask), (None, key_mask)
-    for leaf, mask, as_input in zip(_FROM_OUTSIDE, masks, as_inputs, strict=True):
+    for leaf, mask, as_input in zip(_FROM_OUTSIDE, given, as_inputs, strict=True):
         if mask is not None:
             specs.append(leaf)
             inputs[leaf.input] = as_input
